@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +26,7 @@ from flexinspect_hooks.audit.forward_run import (
     window_mask,
 )
 from flexinspect_hooks.audit.rotary_tables import RotaryTables
+from flexinspect_hooks.audit.score_mods import attend_with
 
 
 class _Interface:
@@ -114,6 +116,8 @@ def _attention_function(original: Callable[..., Any]) -> Callable[..., Any]:
         plain = AttentionInput(
             module, layer, query, key, value, allowed[None], run.biases.get(layer), scaling, kwargs
         )
+        if (score_mod := run.score_mods.get(layer)) is not None:
+            plain.output = partial(attend_with, score_mod, torch.arange(n, device=query.device))
         output = reference.attend(original, plain)
         for edit, scope in run.edits:
             if edit.attention is not None and scope.has(layer):

@@ -40,18 +40,20 @@ class Run(Struct):
 
     `masks` maps a layer to the keys that each row may attend to, bool (1 or heads, rows, keys); a
     layer without one has the architecture's own mask. `ends` (rows,) is how many keys there were
-    when the program computed each row: no mask opens later ones. `noise` is the relative size of
+    when the program computed each row: no mask opens later ones. `biases` and `score_mods` are
+    those of the program that are taken as they are, by layer. `noise` is the relative size of
     random changes at every point. `stop_after` ends the forward after a layer. `encoder` is what
     the encoder of the model reads, if it has one. `experts` are those that the rows of a layer go
     to, if not their own, and rows (layer, row) in `other_experts` go to the next best one in place
-    of the last. The routers' own choices are left in `routes`. `hooks` are those of
-    the program that are taken as they are.
+    of the last. The routers' own choices are left in `routes`. `hooks` are those of the program
+    that are taken as they are.
     """
 
     positions: Tensor
     ends: Tensor | None = None
     masks: Mapping[int, Tensor] = field(default_factory=dict)
     biases: Mapping[int, Tensor] = field(default_factory=dict)
+    score_mods: Mapping[int, Any] = field(default_factory=dict)
     edits: Sequence[tuple[ForwardEdit, Scope]] = ()
     noise: float = 0.0
     stop_after: int | None = None

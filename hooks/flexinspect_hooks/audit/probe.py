@@ -23,9 +23,9 @@ class FaultProbe(Struct):
     keys of each row under which the reference ran, where they are not the architecture's own, and
     `executed` those that the program's layers applied.
     `padding` are ids before the text that the attention should not read. `score_mods` are those of
-    the step's layers, and `has_bias` says whether the reference adds those of the prompt. `slots`
-    are those of a paged cache, None if keys are in the order of positions. `encoder` is what the
-    encoder of the model reads.
+    the step's layers, and `has_bias` says whether the reference adds those of the prompt, which
+    `meant_score_mods` are if it calls them. `slots` are those of a paged cache, None if keys are in
+    the order of positions. `encoder` is what the encoder of the model reads.
     """
 
     reference: ReferenceModel
@@ -43,6 +43,7 @@ class FaultProbe(Struct):
     segment_starts: tuple[int, ...] = ()
     score_mods: Mapping[int, Any] = field(default_factory=dict)
     has_bias: bool = False
+    meant_score_mods: Mapping[int, Any] = field(default_factory=dict)
     counts_padding: bool = False
     slots: SlotLayout | None = None
     encoder: EncoderInput | None = None

@@ -43,7 +43,7 @@ from flexinspect_hooks.audit.row_comparison import (
     forward_order,
     noise_limits,
 )
-from flexinspect_hooks.audit.score_mods import additive_bias, heads_of_other_groups
+from flexinspect_hooks.audit.score_mods import MAX_ROWS, additive_bias, heads_of_other_groups
 from flexinspect_hooks.audit.search import MIN_GAIN, Search, SearchResult
 from flexinspect_hooks.audit.shortened_cache import explain_shortened
 from flexinspect_hooks.audit.slot_layout import find_slots
@@ -381,6 +381,45 @@ class ProgramAudit:
         probe = self._probe(reference, sequence, masks, comparison, found)
         probe.has_bias = bool(biases)
         self._explain(reference, probe, first, found, verdict)
+        mods = {} if biases else sequence.steps[0].evidence.score_mods
+        if verdict.search is not None and verdict.search.explanation is None and mods:
+            self._take_score_mods(reference, sequence, masks, first, mods, verdict)
+
+    def _take_score_mods(
+        self,
+        reference: ReferenceModel,
+        sequence: AuditedSequence,
+        masks: GenerationMasks,
+        first: _Attempt,
+        score_mods: Mapping[int, Any],
+        verdict: Verdict,
+    ) -> None:
+        """Take score_mods of the prompt as they are, if more of the run agrees with them."""
+        config = reference.config
+        if getattr(config, "attn_logit_softcapping", None) or len(sequence.ids) > MAX_ROWS:
+            return
+        before = first.divergence
+        assert before is not None
+        try:
+            second = self._attempt(
+                *(reference, sequence, masks, {}, verdict.generation),
+                positions=first.base.positions,
+                hooks=first.base.hooks,
+                score_mods=score_mods,
+            )
+        except Exception:  # code of the program
+            return
+        found = second.divergence
+        if not _later(found, before):
+            return
+        verdict.notes.append("the program's score_mod is taken as it is")
+        verdict.largest, verdict.divergence = second.largest, found
+        verdict.quantities = second.comparison.quantities(second.clean)
+        verdict.search, verdict.facts = None, {}
+        if found is not None:
+            probe = self._probe(reference, sequence, masks, second.comparison, found)
+            probe.meant_score_mods = score_mods
+            self._explain(reference, probe, second, found, verdict)
 
     def _look_for_rejected(
         self,
@@ -509,6 +548,7 @@ class ProgramAudit:
         *,
         positions: torch.Tensor | None = None,
         hooks: Sequence[HookInReference] = (),
+        score_mods: Mapping[int, Any] | None = None,
     ) -> _Attempt:
         """Compare a sequence with the reference under some masks and positions (1, rows)."""
         ids = sequence.ids
@@ -516,7 +556,11 @@ class ProgramAudit:
             positions = torch.arange(len(ids))[None]
         positions = positions.to(reference.device)
         ends = sequence.ends().to(reference.device)
-        base = Run(positions, ends, masks.base, biases, encoder=sequence.encoder, hooks=hooks)
+        base = Run(
+            *(positions, ends, masks.base, biases, score_mods or {}),
+            encoder=sequence.encoder,
+            hooks=hooks,
+        )
         last = [int(step.positions[-1]) for step in sequence.steps]
         proposals = rows_of_proposals(sequence)[:MAX_LOGIT_ROWS]
         half = MAX_LOGIT_ROWS // 2
@@ -637,6 +681,7 @@ class ProgramAudit:
             base.positions.clone(),
             masks=base.masks,
             biases=base.biases,
+            score_mods=base.score_mods,
             noise=noise,
             generator=self._noise,
             encoder=base.encoder,
@@ -653,6 +698,7 @@ class ProgramAudit:
             base.positions.clone(),
             masks=base.masks,
             biases=base.biases,
+            score_mods=base.score_mods,
             encoder=base.encoder,
             hooks=base.hooks,
             experts={layer: route.experts for layer, route in base.routes.items()},

@@ -1,12 +1,14 @@
-"""The score_mod of a program as a table that is added to the scores."""
+"""The score_mod of a program in the reference: a table that is added to the scores, or a call."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flexinspect_hooks.audit.forward_edits import AttentionInput
 from flexinspect_hooks.observers.attention.score_mod_cells import modified_scores
 
 MAX_ROWS = 1024
@@ -55,3 +57,14 @@ def heads_of_other_groups(bias: Tensor, n_kv_heads: int) -> list[int]:
 def _evaluate(score_mod: Any, score: float, heads: int, n: int, device: torch.device) -> Tensor:
     scores = torch.full((heads, n, n), score, device=device)
     return modified_scores(score_mod, scores, torch.arange(n, device=device))
+
+
+def attend_with(score_mod: Any, rows: Tensor, call: AttentionInput) -> Tensor:
+    """Return softmax attention (1, rows, heads, size) under a score_mod that gets these `rows`."""
+    groups = call.query.shape[1] // call.key.shape[1]
+    key, value = (one.repeat_interleave(groups, 1) for one in (call.key, call.value))
+    factor = call.query.shape[-1] ** -0.5 if call.scaling is None else call.scaling
+    scores = (call.query @ key.mT * factor)[0]
+    scores = modified_scores(score_mod, scores, rows)[None].to(scores.dtype)
+    weights = scores.masked_fill(~call.allowed, -math.inf).softmax(-1).nan_to_num()
+    return (weights @ value).transpose(1, 2)

@@ -196,6 +196,7 @@ class Unexplained(Struct, frozen=True):
             base.ends,
             base.masks,
             base.biases,
+            base.score_mods,
             stop_after=layer,
             hooks=base.hooks,
         )

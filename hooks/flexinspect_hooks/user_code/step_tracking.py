@@ -26,6 +26,7 @@ SEVERAL_ROWS = "chunked-input"
 UNKNOWN_CACHE = "unknown-cache"
 OTHER_CACHE = "cache-switched"
 KEYS_REMOVED = "keys-removed"
+OWN_CACHE = "own-cache"
 
 
 _EVENT_TEXTS = {
@@ -38,6 +39,9 @@ _EVENT_TEXTS = {
     "the continuation is recorded as a new generation, which begins after {cached} keys.",
     KEYS_REMOVED: "The cache holds {cached} keys for {pos} tokens: keys of earlier tokens were "
     "removed. The forward continues the generation.",
+    OWN_CACHE: "The forward received one row without a cache, with the position id that follows "
+    "the {pos} tokens before: the program keeps keys and values by itself. The forward continues "
+    "the generation.",
 }
 
 
@@ -63,6 +67,8 @@ class StepPlace(Struct, frozen=True):
     is_chosen: bool = False
     note: str = ""
     owner: int | None = None
+    has_own_cache: bool = False
+    """Whether a cache of the program, which is not passed to the model, holds the tokens before."""
 
     def input_events(self, step: StepContext, rows: InputRows) -> list[StepEvent]:
         """Return the events about the place and the input of a forward."""
@@ -85,7 +91,8 @@ class StepPlace(Struct, frozen=True):
 class _TrackerState(Struct, frozen=True):
     """The open generation: the tokens so far, and the sequence if passed whole.
 
-    The cache holds `n_removed` keys fewer than there are tokens.
+    The cache holds `n_removed` keys fewer than there are tokens. With `has_own_cache` the program
+    keeps keys and values by itself.
     """
 
     generation: int = -1
@@ -94,6 +101,7 @@ class _TrackerState(Struct, frozen=True):
     whole: tuple[int, ...] | None = None
     is_open: bool = False
     n_removed: int = 0
+    has_own_cache: bool = False
 
 
 class StepTracker:
@@ -152,6 +160,8 @@ class StepTracker:
             place = self._next_step(n_rows, cached, whole, is_other)
             if place is None and n_rows == 1 and owner == state.generation:
                 place = self._after_removal(cached, position)
+            if place is None and n_rows == 1 and not cached:
+                place = self._on_own_cache(position)
         if place is None:
             note = (OTHER_CACHE if is_other else UNKNOWN_CACHE) if cached else ""
             owner = owner if note == OTHER_CACHE else None
@@ -160,10 +170,15 @@ class StepTracker:
         self._before = state
         known, length = whole if is_whole else None, cached + n_rows
         n_removed = 0
-        if not place.begins_generation and place.n_new == n_rows and place.pos > cached > 0:
+        if place.has_own_cache:
+            length = place.pos + n_rows
+        elif not place.begins_generation and place.n_new == n_rows and place.pos > cached > 0:
             length, n_removed = place.pos + n_rows, place.pos - cached
         self._state = _TrackerState(
-            place.generation, place.step, length, known, is_open=True, n_removed=n_removed
+            *(place.generation, place.step, length, known),
+            is_open=True,
+            n_removed=n_removed,
+            has_own_cache=place.has_own_cache,
         )
         return place
 
@@ -186,6 +201,19 @@ class StepTracker:
         if n_rows == 1 and pos >= self._n_prompt:
             return step(pos=pos, n_new=1, is_chosen=True)
         return step(pos=pos, n_new=n_rows, note=SEVERAL_ROWS)
+
+    def _on_own_cache(self, position: ReadPosition) -> StepPlace | None:
+        """Return the place of one token without a cache whose position id continues the text."""
+        state = self._state
+        if state.length < max(self._n_prompt, 2) or position() != state.length:
+            return None
+        note = "" if state.has_own_cache else OWN_CACHE
+        return StepPlace(
+            *(state.generation, state.step + 1, False, state.length, 1),
+            is_chosen=True,
+            note=note,
+            has_own_cache=True,
+        )
 
     def _after_removal(self, cached: int, position: ReadPosition) -> StepPlace | None:
         """Return the place of one token on the generation's own cache, whose length is another one.

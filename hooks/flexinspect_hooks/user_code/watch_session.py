@@ -209,7 +209,8 @@ class WatchSession(CaptureSession):
         builder = self._builder
         assert builder is not None
         self._clock.set_next_step(place.generation, place.step)
-        step = self._clock.open_of(n_rows, cached, self.level)
+        n_before = place.pos if place.has_own_cache else cached
+        step = self._clock.open_of(n_rows, n_before, self.level)
         step.arguments, step.read_positions = arguments, rows.read_positions
         step.is_scored = False  # how a loop processes the logits before it chooses is not known
         step.events += place.input_events(step, rows)

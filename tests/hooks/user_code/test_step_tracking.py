@@ -10,6 +10,7 @@ import pytest
 from flexinspect_hooks.user_code.step_tracking import (
     KEYS_REMOVED,
     OTHER_CACHE,
+    OWN_CACHE,
     SEVERAL_ROWS,
     UNKNOWN_CACHE,
     CacheOwners,
@@ -144,6 +145,28 @@ def test_keys_that_a_call_of_generate_removes_need_no_position() -> None:
     place = following.locate(1, 2, never, 0)
     assert (place.generation, place.pos, place.is_chosen) == (0, 4, True)
     assert place.note == KEYS_REMOVED
+
+
+def test_a_row_whose_position_follows_the_text_continues_it_on_a_cache_of_the_program() -> None:
+    following = StepTracker()
+    following.locate(*forward_input([5, 6, 7]))
+    found = [following.locate(1, 0, lambda: [8], None, lambda n=n: n) for n in (3, 4, 5)]
+    assert where(found) == [(0, 1), (0, 2), (0, 3)]
+    assert [(one.pos, one.is_chosen, one.has_own_cache) for one in found] == [
+        (3, True, True),
+        (4, True, True),
+        (5, True, True),
+    ]
+    assert [one.note for one in found] == [OWN_CACHE, "", ""]
+
+
+@pytest.mark.parametrize("position", [None, 0, 2, 4])
+def test_a_row_at_any_other_position_is_a_prompt_of_its_own(position: int | None) -> None:
+    following = StepTracker()
+    following.locate(*forward_input([5, 6, 7]))
+    place = following.locate(1, 0, lambda: [8], None, lambda: position)
+    assert place.begins_generation
+    assert not place.has_own_cache
 
 
 def test_two_caches_of_one_length_are_distinguished() -> None:

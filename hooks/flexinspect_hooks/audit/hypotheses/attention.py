@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flexinspect_hooks.audit.forward_edits import AttentionInput, ForwardEdit
 from flexinspect_hooks.audit.probe import FaultProbe
+from flexinspect_hooks.audit.score_mods import attend_with
 
 Edits = Iterator[ForwardEdit]
 
@@ -241,7 +242,20 @@ def score_mod_changed(probe: FaultProbe) -> Edits:
         bias = call.bias
         return replace(call, bias=None if bias is None else bias[:, :1])
 
-    if probe.score_mods or probe.has_bias:
+    def without_offset(call: AttentionInput) -> AttentionInput:
+        rows = torch.arange(call.query.shape[2], device=call.query.device)
+        rows = torch.where(rows < probe.n_prompt, rows, 0)
+        mod = probe.meant_score_mods.get(call.layer)
+        return call if mod is None else replace(call, output=partial(attend_with, mod, rows))
+
+    if probe.meant_score_mods:
+        if probe.is_decode:
+            sentence = "whose decode rows have the score_mod of row 0 (no offset)"
+            yield ForwardEdit(name="score-mod", sentence=sentence, attention=without_offset)
+        plain = "without the score_mod of the prompt"
+        drop: Any = lambda call: replace(call, output=None)  # noqa: E731
+        yield ForwardEdit(name="score-mod", sentence=plain, attention=drop)
+    elif probe.score_mods or probe.has_bias:
         name = "score-mod"
         if probe.is_decode:
             sentence = "whose decode rows have the score_mod of row 0 (no offset)"

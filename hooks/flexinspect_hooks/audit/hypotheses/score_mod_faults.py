@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from flexinspect_hooks.audit.difference_shape import positions_text
 from flexinspect_hooks.audit.forward_edits import AttentionInput, ForwardEdit
 from flexinspect_hooks.audit.probe import FaultProbe
-from flexinspect_hooks.audit.score_mods import MAX_ROWS
+from flexinspect_hooks.audit.score_mods import MAX_ROWS, attend_with
 from flexinspect_hooks.observers.attention.score_mod_cells import modified_scores
 
 Edits = Iterator[ForwardEdit]
@@ -91,7 +90,8 @@ def scores_set(probe: FaultProbe) -> Edits:
         return
 
     def weights(call: AttentionInput) -> Tensor:
-        return _attend(call, own, start)
+        rows = torch.arange(call.query.shape[2], device=call.query.device) - start
+        return attend_with(own, rows, call)
 
     sentence = f"whose score_mod sets {found.text(start)}, which does not close them as -inf does"
     yield ForwardEdit(
@@ -99,18 +99,6 @@ def scores_set(probe: FaultProbe) -> Edits:
         sentence=sentence,
         attention=lambda call: replace(call, output=weights, bias=None),
     )
-
-
-def _attend(call: AttentionInput, score_mod: Any, start: int) -> Tensor:
-    """Return softmax attention under a score_mod whose row 0 is the position `start`."""
-    groups = call.query.shape[1] // call.key.shape[1]
-    key, value = (one.repeat_interleave(groups, 1) for one in (call.key, call.value))
-    factor = call.query.shape[-1] ** -0.5 if call.scaling is None else call.scaling
-    scores = (call.query @ key.mT * factor)[0]
-    rows = torch.arange(scores.shape[1], device=scores.device) - start
-    scores = modified_scores(score_mod, scores, rows)[None].to(scores.dtype)
-    weights = scores.masked_fill(~call.allowed, -math.inf).softmax(-1).nan_to_num()
-    return (weights @ value).transpose(1, 2)
 
 
 HYPOTHESES = (scores_set,)
