@@ -101,6 +101,8 @@ def mod(kind: str) -> Any:
             return score - 0.1 * (q - kv)
         if kind == "cap":
             return 20 * torch.tanh(score / 20)
+        if kind == "causal":
+            return score + table[(kv > q).long()]
         if kind == "head":
             return score + table[((h == 1) & (kv > q)).long()]
         raise RuntimeError("of the user")
@@ -130,5 +132,15 @@ def test_no_score_mod_closes_nothing_and_too_many_cells_are_not_evaluated() -> N
     cells = ScoreModCells()
     assert not cells.may_close(None)
     assert not cells.closes(None)
-    assert cells.open_cells(mod("head"), 8, 4096, 4096, CPU) is None
-    assert cells.may_close(mod("head"))
+    assert cells.open_cells(mod("causal"), 8, 1 << 14, 1 << 14, CPU) is None
+    assert cells.may_close(mod("causal"))
+
+
+def test_heads_of_large_masks_are_compared_in_some_rows() -> None:
+    """One head of 1200 tokens is evaluated in parts, and stands for 32 equal ones."""
+    cells, n = ScoreModCells(), 1200
+    opened = cells.open_cells(mod("causal"), 32, n, n, CPU)
+    assert opened is not None
+    assert torch.equal(opened[0], torch.ones(n, n, dtype=torch.bool).tril())
+    assert len(opened) == 1
+    assert cells.open_cells(mod("head"), 32, n, n, CPU) is None

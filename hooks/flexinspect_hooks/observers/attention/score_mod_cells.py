@@ -18,7 +18,11 @@ CLOSED_SCORE = -5000.0
 """A score below it closes its cell: exp(-5000) is 0 in every dtype. Programs use -1e4 and -1e9."""
 
 MAX_CELLS = 1 << 22
-"""Cells of all heads together that are evaluated; a score_mod of more counts as closing none."""
+"""Cells of all heads that are evaluated at once."""
+MAX_MASK = 1 << 26
+"""Cells of a head that are evaluated; a score_mod of a larger mask counts as closing none."""
+N_SAMPLED = 8
+"""Rows in which the heads of a large mask are compared: if they are equal, one is evaluated."""
 
 
 class ScoreModCells:
@@ -40,25 +44,46 @@ class ScoreModCells:
     ) -> Tensor | None:
         """Return the cells that it leaves open, bool (1 or heads, q_len, kv_len).
 
-        None if it closes none, cannot be evaluated, or if there are too many cells.
+        None if it closes none, cannot be evaluated, or if there are too many cells to evaluate.
+        Waits for the device until it is known whether this code closes cells.
         """
-        if heads * q_len * kv_len > MAX_CELLS:
+        if q_len * kv_len > MAX_MASK:
             return None
         code = _code_of(score_mod)
-        scores = torch.zeros(heads, q_len, kv_len, device=device)
         try:
             with breakpoints_disabled():
-                changed = modified_scores(score_mod, scores, torch.arange(q_len, device=device))
+                cells = _evaluate(score_mod, heads, q_len, kv_len, device)
         except Exception:  # code of the user
             self._closes[code] = False
             return None
-        cells = ~(changed < CLOSED_SCORE)  # NaN closes nothing
+        if cells is None or self._closes.get(code):
+            return cells  # to ask whether it closes any would wait for the device in each step
         closes = not bool(cells.all())
         if q_len > 1 or closes:
             self._closes[code] = closes
         if not closes:
             return None
-        return cells[:1] if bool((cells == cells[:1]).all()) else cells
+        return cells
+
+
+def _evaluate(
+    score_mod: Any, heads: int, q_len: int, kv_len: int, device: torch.device
+) -> Tensor | None:
+    """Return the open cells, (heads, q_len, kv_len); None if heads of a large mask differ."""
+    rows = torch.arange(q_len, device=device)
+    if heads * q_len * kv_len > MAX_CELLS:
+        sampled = _open_cells(score_mod, heads, rows[:: -(-q_len // N_SAMPLED)], kv_len)
+        if not bool((sampled == sampled[:1]).all()):
+            return None
+        heads = 1
+    size = max(MAX_CELLS // (heads * kv_len), 1)
+    parts = [_open_cells(score_mod, heads, part, kv_len) for part in torch.split(rows, size)]
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
+
+def _open_cells(score_mod: Any, heads: int, rows: Tensor, kv_len: int) -> Tensor:
+    scores = torch.zeros(heads, len(rows), kv_len, device=rows.device)
+    return ~(modified_scores(score_mod, scores, rows) < CLOSED_SCORE)  # NaN closes nothing
 
 
 def _code_of(score_mod: Any) -> Any:
