@@ -130,6 +130,18 @@ def test_the_lse_checks_of_every_family_pass(
     assert serious(planted(tmp_path, model, generate(model))) == []
 
 
+def test_a_row_of_padding_in_float16_is_not_recomputed(tmp_path: Path) -> None:
+    """The lowest float16 plus a score is rounded to 32, or overflows to -inf."""
+    model = make_model("phi3", sliding_window=6).half()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.qkv_proj.weight *= 12
+    mask = (torch.arange(15) < 5).long()[None]
+    found = planted(tmp_path, model, lambda: model(prompt(), attention_mask=mask))
+    assert of(found, "observer.check-failed") == []
+
+
 def test_dropout_while_training_is_no_other_mask(tmp_path: Path) -> None:
     model = make_model("llama", attention_dropout=0.5).train()
     model.set_attn_implementation("eager")

@@ -365,10 +365,12 @@ class AttentionHook(Hook):
         if lost:
             self._segment_reducer.defers = False
         for index, (call, kv_len) in enumerate(zip(kept.calls, kept.kv_lens, strict=True)):
-            is_checked = bool(errors) and index not in lost and kept.check_kinds[index]
+            kind = kept.check_kinds[index]
+            is_checked = bool(errors) and index not in lost and kind is not None
+            is_checked = is_checked and not _is_rounded(call, values)
             own = {"mask": kept.masks[call["mask"]].fingerprint, "kv_len": kv_len}
             if is_checked:
-                own |= {"check_kind": kept.check_kinds[index], "lse_error": errors[index]}
+                own |= {"check_kind": kind, "lse_error": errors[index]}
             draft.calls.append(CallRecord(**call | own))
         for name in ("mass", "lse", "entropy"):
             if name in rows:
@@ -378,6 +380,15 @@ class AttentionHook(Hook):
         paged_pools.record_paged_keys(values, draft)
         if step.level == "extreme":
             draft.add_activations(values, ("q", "k", "v"))
+
+
+def _is_rounded(call: dict[str, Any], values: Values) -> bool:
+    """Whether the newest row is closed by the lowest float16, to which scores were added.
+
+    Rounding leaves multiples of 32, and -inf below -65520: the row cannot be recomputed.
+    """
+    averaged = values.get(f"mask.{call['mask']}.averaged")
+    return call["dtype"] == "float16" and averaged is not None and bool(averaged[:, -1].any())
 
 
 def _report_lost_rows(values: Values, calls: call_checks.CallFields, draft: StepDraft) -> set[int]:
