@@ -23,6 +23,7 @@ EXAMPLES = """\
 examples:
   flexinspect run --model demo --dataset demo --max-samples 2
   flexinspect run --model llama3.2_3b_it --prompt "Who wrote Emma?" --prompt "Emma's author?"
+  flexinspect run my_generation.py        (or train.py: a program of your own, as it is)
   flexinspect open run.flextrace          ("open" is optional)
   flexinspect attach                      (to a running capture)
   flexinspect ctl pause

@@ -80,6 +80,12 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> list[Failure]:
     text = f"{plural(len(names), 'trainable parameter')} get a gradient, but no optimizer holds "
     text += f"them, first {names[0]}: they keep their initial values"
     is_part = _are_whole_parts(model, names, {id(p) for p in missed.values()})
+    if is_part and _are_last(model, missed, own):
+        is_part = False
+        text += (
+            ". They are the last ones of the model and fewer than those that are trained, as if "
+        )
+        text += "a head had been left out"
     return [("optimizer-misses", text, {**facts, "is_whole_part": is_part})]
 
 
@@ -135,6 +141,17 @@ def _are_whole_parts(model: nn.Module, names: list[str], ids: set[int]) -> bool:
         and all(id(p) in ids for p in children[part].parameters() if p.requires_grad)
         for part in parts
     )
+
+
+def _are_last(model: nn.Module, missed: Mapping[str, nn.Parameter], own: set[int]) -> bool:
+    """Whether the missed parameters come after all that are trained, and have fewer values."""
+    order = {id(one): number for number, one in enumerate(model.parameters())}
+    trained = [one for one in model.parameters() if id(one) in own]
+    if not trained:
+        return False
+    last = max(order[id(one)] for one in trained)
+    is_after = all(order[id(one)] > last for one in missed.values())
+    return is_after and sum(p.numel() for p in missed.values()) < sum(p.numel() for p in trained)
 
 
 # -- what a model says of itself -------------------------------------------------------------------

@@ -103,6 +103,17 @@ def test_a_whole_part_that_no_optimizer_holds_is_a_note(tmp_path: Path) -> None:
     assert one.evidence["names"] == ["first.bias", "norm.bias", "head.bias"]
 
 
+def test_a_head_that_no_optimizer_holds_is_a_warning(tmp_path: Path) -> None:
+    model = Net()
+    others = [*model.first.parameters(), *model.norm.parameters()]
+    one = the_only(
+        found(tmp_path, model, torch.optim.SGD(others, lr=0.01)), "training.optimizer-parameters"
+    )
+    assert one.severity is Severity.WARNING
+    assert one.evidence["names"] == ["head.weight", "head.bias"]
+    assert "as if a head had been left out" in one.sentence
+
+
 def test_two_optimizers_share_a_model(tmp_path: Path) -> None:
     model = Net()
     head = torch.optim.SGD(model.head.parameters(), lr=0.01)
