@@ -1,7 +1,9 @@
 """The forward and backward passes of a training step: times, loss, first non-finite output.
 
 Module hooks only keep references, which are dropped when the root forward ends. On a CPU they are
-read only if the model's output is non-finite, so a normal forward pass costs only the hooks.
+read only if the model's output is non-finite, so a normal forward pass costs only the hooks. Where
+the smallest modules are watched, those of a layer are dropped when it returns finite values: memory
+that is held longer cannot be used for the next layer, and new memory costs more than the hooks.
 """
 
 from __future__ import annotations
@@ -137,6 +139,10 @@ class ForwardWatch:
         self._listener, self._guarded = listener, guarded
         self.prefix = prefix
         self._outputs: list[tuple[str, nn.Module, Any]] = []
+        self._may_release = False  # the first step needs all outputs
+        self._n_kept = self._n_released = 0
+        self._released_stats: list[LayerStatRecord] = []
+        self._inside_s = 0.0
         self._inputs: tuple[Any, ...] = ()
         self._is_open = self._is_share = self._is_evaluating = False
         self._pending: deque[StepPasses] = deque(maxlen=MAX_PENDING_FORWARDS)
@@ -181,7 +187,7 @@ class ForwardWatch:
             if one.is_evaluation:
                 self._listener.on_evaluation(self._model, next(iter(one.losses), None))
         self._pending.clear()
-        self.passes = passes
+        self.passes, self._may_release = passes, True
 
     def _count(self, one: StepPasses) -> None:
         if not one.is_counted:
@@ -201,6 +207,11 @@ class ForwardWatch:
             if module is not model:
                 hook = module.register_forward_hook(self._output_hook(name))
                 self._module_hooks.enter_context(hook)
+        if self.watches_leaves:
+            blocks = {id(one): one for _, one in blocks_of(model) if any(one.children())}
+            for block in blocks.values():
+                hook = block.register_forward_hook(self._block_hook())
+                self._module_hooks.enter_context(hook)
 
     def _output_hook(self, name: str) -> Callable[..., None]:
         def keep(module: nn.Module, args: Any, output: Any) -> None:
@@ -208,6 +219,29 @@ class ForwardWatch:
                 self._outputs.append((f"{self.prefix}{name}", module, output))
 
         return keep
+
+    def _block_hook(self) -> Callable[..., None]:
+        def release(module: nn.Module, args: Any, output: Any) -> None:
+            if self._is_open and self._may_release:
+                self._release_block(output)
+
+        return self._guarded(release)
+
+    @torch.no_grad()
+    def _release_block(self, output: Any) -> None:
+        """Drop what the modules of a layer returned, which itself returned `output`."""
+        started = time.perf_counter()
+        tensors = [*dense_tensors(output)]
+        if not tensors or any(map(is_remote, tensors)):
+            return  # reading them would wait for the device
+        new = self._outputs[self._n_kept :]
+        if self.keeps_stats:
+            self._released_stats += output_stats(new, self._n_released + self._n_kept)
+        if all(map(is_finite, tensors)):
+            del self._outputs[self._n_kept :]
+            self._n_released += len(new)
+        self._n_kept = len(self._outputs)
+        self._inside_s += time.perf_counter() - started
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._is_open:
@@ -247,7 +281,9 @@ class ForwardWatch:
             self.own_s += time.perf_counter() - ended
 
     def _read(self, output: Any, ended: float) -> None:
-        forward = StepPasses(forward_s=ended - self._started, are_shares=self._is_share)
+        spent = ended - self._started - self._inside_s
+        forward = StepPasses(forward_s=spent, are_shares=self._is_share)
+        self.own_s += self._inside_s
         forward.is_evaluation = not self._model.training
         self._listener.on_outputs(self._outputs)
         loss = loss_of(output)
@@ -267,11 +303,12 @@ class ForwardWatch:
         if main.requires_grad and not main.is_leaf:  # hooks on a parameter would accumulate
             hook = self._backward_hook(forward, is_loss=loss is not None)
             main.register_hook(hook)  # type: ignore[no-untyped-call]
-        self.own_s += len(self._outputs) * HOOK_COST_S
+        self.own_s += (self._n_released + len(self._outputs)) * HOOK_COST_S
         if self.keeps_stats and is_remote(main):
             forward.pending = pending_stats(self._outputs, main.device)
         elif self.keeps_stats:
-            forward.stats = output_stats(self._outputs)
+            rest, first = self._outputs[self._n_kept :], self._n_released + self._n_kept
+            forward.stats = [*self._released_stats, *output_stats(rest, first)]
         if is_remote(main):
             forward.extremes.append(self._extremes(output, loss, main.device))
         elif not (
@@ -299,7 +336,9 @@ class ForwardWatch:
 
     def _release(self) -> None:
         self._outputs.clear()
-        self._inputs = ()
+        self._released_stats = []
+        self._n_kept = self._n_released = 0
+        self._inside_s, self._inputs = 0.0, ()
 
     def _backward_hook(self, forward: StepPasses, *, is_loss: bool) -> Callable[[Tensor], None]:
         def on_output_gradient(grad: Tensor) -> None:
@@ -375,10 +414,13 @@ def pending_stats(outputs: ModuleOutputs, device: torch.device) -> ReadStats | N
     return read
 
 
-def output_stats(outputs: ModuleOutputs) -> list[LayerStatRecord]:
-    """Statistics of module outputs; waits for each, with more passes if it is non-finite."""
+def output_stats(outputs: ModuleOutputs, first: int = 0) -> list[LayerStatRecord]:
+    """Statistics of module outputs; waits for each, with more passes if it is non-finite.
+
+    The records count the outputs from `first` on.
+    """
     records = []
-    for key, tensor in _first_tensors(outputs):
+    for key, tensor in _first_tensors(outputs, first):
         row = _reduce_output(tensor.float() if tensor.dtype.itemsize < 4 else tensor).tolist()
         record = _stat_record(key, row, (0, 0))
         if not math.isfinite(row[0]):
@@ -388,8 +430,8 @@ def output_stats(outputs: ModuleOutputs) -> list[LayerStatRecord]:
     return records
 
 
-def _first_tensors(outputs: ModuleOutputs) -> Iterator[tuple[OutputKey, Tensor]]:
-    for index, (name, _, output) in enumerate(outputs):
+def _first_tensors(outputs: ModuleOutputs, first: int = 0) -> Iterator[tuple[OutputKey, Tensor]]:
+    for index, (name, _, output) in enumerate(outputs, first):
         tensor = next(dense_tensors(output), None)
         if tensor is not None:
             yield (index, name, tensor.numel()), tensor.detach()
