@@ -121,6 +121,7 @@ _NEW_RULES = (
     *("training_checks", "text_as_padding", "logits_changed", "decode_segment", "raw_embeddings"),
     *("changed_weights", "choice_pattern", "processor_rows", "unused_window", "cut_rows"),
     *("kept_state", "shrinking_prefix", "stopping_rows", "tree_positions", "unmet_configuration"),
+    "penalty_sign",
 )
 """Rules that did not exist when the traces were recorded."""
 

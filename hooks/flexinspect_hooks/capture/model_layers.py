@@ -103,3 +103,21 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
         **split_facts(model),
     }
     return {name: fact for name, fact in facts.items() if isinstance(fact, (int, str))}
+
+
+_LIBRARY_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention")
+
+
+def has_own_attention(model: nn.Module, layer_of: Mapping[int, int]) -> bool:
+    """Whether the attention of a model is code of the program, which may keep keys by itself.
+
+    `layer_of` has the ids of its attention modules.
+    """
+    name = str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "eager")
+    if not name.startswith(_LIBRARY_ATTENTION):
+        return True
+    modules = (module for module in model.modules() if id(module) in layer_of)
+    return any(
+        "forward" in vars(one) or not type(one).__module__.startswith("transformers.")
+        for one in modules
+    )

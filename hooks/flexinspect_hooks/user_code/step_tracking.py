@@ -142,6 +142,7 @@ class StepTracker:
         ids: ReadIds,
         owner: int | None = None,
         position: ReadPosition = lambda: None,
+        may_keep_keys: Callable[[], bool] = lambda: False,
     ) -> StepPlace:
         """Return the place of a forward of `n_rows` rows; the next one is placed after it.
 
@@ -149,7 +150,8 @@ class StepTracker:
         `ids` returns the row's token ids, None for embeddings. It is called only for forwards on an
         empty cache: for others it may have to wait for the device. `position` returns the position
         id of the newest row, None if the program passed none; it is called only where keys were
-        removed from the cache, once for each generation.
+        removed from the cache, once for each generation, and for one row without a cache if the
+        program's own attention `may_keep_keys` by itself.
         """
         state = self._state
         row = None if cached else ids()
@@ -160,7 +162,7 @@ class StepTracker:
             place = self._next_step(n_rows, cached, whole, is_other)
             if place is None and n_rows == 1 and owner == state.generation:
                 place = self._after_removal(cached, position)
-            if place is None and n_rows == 1 and not cached:
+            if place is None and n_rows == 1 and not cached and may_keep_keys():
                 place = self._on_own_cache(position)
         if place is None:
             note = (OTHER_CACHE if is_other else UNKNOWN_CACHE) if cached else ""

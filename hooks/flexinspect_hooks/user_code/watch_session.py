@@ -37,6 +37,7 @@ from flexinspect.rules.text.generated_length import LENGTH_EVENT
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.failure_facts import failure_facts
+from flexinspect_hooks.capture.model_layers import has_own_attention
 from flexinspect_hooks.capture.recorder import FinishedStep, Recorder
 from flexinspect_hooks.capture.step_clock import StepContext, cached_length, off_cpu_s, query_length
 from flexinspect_hooks.generate_calls.generate_call import generate_facts
@@ -193,7 +194,10 @@ class WatchSession(CaptureSession):
         cached, owner = cached_length(cache), self._owners.owner_of(cache)
         buffer = StepBuffer(self._device, self._stream)
         rows = InputRows(arguments, n_rows, with_mask=not cached, buffer=buffer)
-        place = self._tracker.locate(n_rows, cached, rows.token_ids, owner, rows.newest_position)
+        place = self._tracker.locate(
+            *(n_rows, cached, rows.token_ids, owner, rows.newest_position),
+            may_keep_keys=lambda: has_own_attention(self._model, self.context.layer_of),
+        )
         self._owners.set_owner(cache, place.generation)
         if place.begins_generation:
             self._finish_generation()

@@ -150,7 +150,9 @@ def test_keys_that_a_call_of_generate_removes_need_no_position() -> None:
 def test_a_row_whose_position_follows_the_text_continues_it_on_a_cache_of_the_program() -> None:
     following = StepTracker()
     following.locate(*forward_input([5, 6, 7]))
-    found = [following.locate(1, 0, lambda: [8], None, lambda n=n: n) for n in (3, 4, 5)]
+    found = [
+        following.locate(1, 0, lambda: [8], None, lambda n=n: n, lambda: True) for n in (3, 4, 5)
+    ]
     assert where(found) == [(0, 1), (0, 2), (0, 3)]
     assert [(one.pos, one.is_chosen, one.has_own_cache) for one in found] == [
         (3, True, True),
@@ -158,13 +160,16 @@ def test_a_row_whose_position_follows_the_text_continues_it_on_a_cache_of_the_pr
         (5, True, True),
     ]
     assert [one.note for one in found] == [OWN_CACHE, "", ""]
+    plain = StepTracker()
+    plain.locate(*forward_input([5, 6, 7]))
+    assert plain.locate(1, 0, lambda: [8], None, lambda: 3).begins_generation
 
 
 @pytest.mark.parametrize("position", [None, 0, 2, 4])
 def test_a_row_at_any_other_position_is_a_prompt_of_its_own(position: int | None) -> None:
     following = StepTracker()
     following.locate(*forward_input([5, 6, 7]))
-    place = following.locate(1, 0, lambda: [8], None, lambda: position)
+    place = following.locate(1, 0, lambda: [8], None, lambda: position, lambda: True)
     assert place.begins_generation
     assert not place.has_own_cache
 
