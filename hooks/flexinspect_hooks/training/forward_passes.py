@@ -2,8 +2,8 @@
 
 Module hooks only keep references, which are dropped when the root forward ends. On a CPU they are
 read only if the model's output is non-finite, so a normal forward pass costs only the hooks. Where
-the smallest modules are watched, those of a layer are dropped when it returns finite values: memory
-that is held longer cannot be used for the next layer, and new memory costs more than the hooks.
+the smallest modules are watched, those of a layer are dropped when it returns finite values, so
+that the next layer can use their memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A look at a few gradients of a step that is not measured, which costs a tenth of measuring it."""
+"""A look at a few gradients of a step that is not measured."""
 
 from __future__ import annotations
 

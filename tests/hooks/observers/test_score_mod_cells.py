@@ -119,6 +119,30 @@ def test_score_mods_that_close_nothing_are_evaluated_once(kind: str) -> None:
     assert not cells.closes(score_mod)
 
 
+def test_a_generation_may_close_what_the_one_before_left_open(tmp_path: Path) -> None:
+    limit = PROMPT
+
+    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
+        def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return torch.where(kv_idx < limit, score, -math.inf)
+
+        out: Any = flex_attention(q, k, v, score_mod=score_mod, enable_gqa=True)
+        return out.transpose(1, 2).contiguous(), None
+
+    def run() -> None:
+        nonlocal limit
+        model(prompt_ids())
+        limit = 3
+        model(prompt_ids())
+
+    with registered(attention) as name:
+        model = model_on(name)
+        planted(tmp_path, model, run)
+    with open_trace(tmp_path / "planted.flextrace") as reader:
+        masks = [reader.mask(reader.calls(number, 0)[0].mask) for number in (0, 1)]
+    assert [one.kind for one in masks if one is not None] == ["none", "score_mod"]
+
+
 def test_heads_may_differ() -> None:
     cells, score_mod = ScoreModCells(), mod("head")
     opened = cells.open_cells(score_mod, 2, 4, 4, CPU)

@@ -190,6 +190,7 @@ class AttentionHook(Hook):
         """
         self._wrapped_functions.clear()
         self._series.end()
+        self._mask_store.begin()
         self._n_layers_seen = len(set(context.layer_of.values()))
         self._segment_reducer.begin(context.segments)
         self._compared_masks.clear()  # mask_mods may have captured other values

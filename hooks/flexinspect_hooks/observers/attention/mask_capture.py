@@ -51,6 +51,10 @@ class MaskStore:
         self._last_key: tuple[Any, ...] = (None, None, None, None)
         self._last_grids: tuple[_Grid | None, _Grid | None] = (None, None)
 
+    def begin(self) -> None:
+        """A generation begins; the masks that the trace holds stay known."""
+        self._score_mods.begin()
+
     def capture_masks(
         self,
         refs: Sequence[AttentionCall],

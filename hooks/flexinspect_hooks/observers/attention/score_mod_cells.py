@@ -1,8 +1,8 @@
 """The cells that a score_mod closes: FlexAttention allows a mask as a score_mod that gives -inf.
 
 The score_mod that the kernel received is evaluated for all heads, rows and keys, as the kernel does
-it, on scores of 0. Most score_mods close nothing; those are evaluated once, and recognized by their
-code afterwards.
+it, on scores of 0. Most score_mods close nothing; those are evaluated once in a generation, and
+recognized by their code afterwards.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ class ScoreModCells:
 
     def __init__(self) -> None:
         self._closes: dict[Any, bool] = {}
+
+    def begin(self) -> None:
+        """A generation begins, in which the same code may have captured other values."""
+        self._closes.clear()
 
     def may_close(self, score_mod: Any) -> bool:
         """Whether a score_mod closes cells, or has not been evaluated yet."""
