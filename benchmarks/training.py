@@ -54,16 +54,17 @@ class Size:
     batch: int
     length: int
     clips: bool = False
+    steps: int = 10  # weights are compared, and parameters recorded, in every tenth step
 
 
 N_BEFORE = 14  # steps before those that are timed; at "basic" less is measured after the first 12
-N_STEPS = 32  # steps of a block: a period of what "basic" measures
 
+# In short steps the level "basic" measures 4 of every 32 steps, so a block has as many.
 SIZES = {
     "wide": Size(hidden=512, layers=8, vocabulary=4096, batch=2, length=96),
     "clipping": Size(hidden=512, layers=8, vocabulary=4096, batch=2, length=96, clips=True),
     "usual": Size(hidden=256, layers=6, vocabulary=2048, batch=4, length=128),
-    "short": Size(hidden=256, layers=6, vocabulary=2048, batch=2, length=64),
+    "short": Size(hidden=256, layers=6, vocabulary=2048, batch=2, length=96, steps=32),
 }
 
 
@@ -86,7 +87,7 @@ class Training:
         self.model = LlamaForCausalLM(config).to(device).train()
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self._ids = torch.randint(0, size.vocabulary, (size.batch, size.length), device=device)
-        self._device, self._clips = device, size.clips
+        self._device, self._clips, self._n_steps = device, size.clips, size.steps
 
     def plain(self) -> Block:
         """Train without capture."""
@@ -108,7 +109,7 @@ class Training:
         self._wait()
         spent, total = _stated(trace)
         wall, cpu = time.perf_counter(), time.process_time()
-        for _ in range(N_STEPS):
+        for _ in range(self._n_steps):
             self._step()
         self._wait()
         wall = time.perf_counter() - wall
@@ -155,7 +156,7 @@ def _measure(size: Size, device: str, seconds: float) -> dict[str, Any]:
         "parameters": sum(one.numel() for one in training.model.parameters()),
         "tokens_per_step": size.batch * size.length,
         "clips": size.clips,
-        "step_ms_without": _step_ms(blocks, N_STEPS),
+        "step_ms_without": _step_ms(blocks, size.steps),
         "levels": {level: clocks(blocks[level]) for level in LEVELS},
     }
 

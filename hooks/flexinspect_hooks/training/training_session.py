@@ -60,6 +60,7 @@ from flexinspect_hooks.training.torch_calls import ClippingNorms
 
 T = TypeVar("T")
 RECORD_KINDS = (imported.TRAINING, imported.EVENTS, imported.MEMORY, imported.STATISTICS)
+N_TOGETHER, MAX_DELAY_S = 4, 0.5  # light steps that are written together, and how late at most
 MAX_UNWRITTEN_STEPS = 16  # that may wait until something waits for the device anyway
 LINGER_S = 0.5  # delay of a commit: a training step takes longer than a decode step
 
@@ -544,9 +545,22 @@ class TrainingSession:
         waiting, self._awaiting_loss = self._awaiting_loss, None
         if waiting is not None:
             self._unwritten.append(waiting)
+        if not self._unwritten:
+            return
         is_full = len(self._unwritten) > MAX_UNWRITTEN_STEPS
-        if is_full or not any(one.needs_wait() for one in self._unwritten):
+        if is_full or (self._is_due() and not any(one.needs_wait() for one in self._unwritten)):
             self._write()
+
+    def _is_due(self) -> bool:
+        """Whether to write the steps that have ended.
+
+        Those of which little is measured are written together: then the code is in the CPU caches.
+        """
+        oldest, newest = self._unwritten[0], self._unwritten[-1]
+        is_light = not newest.is_measured and newest.number >= N_IMMEDIATE_STEPS
+        has_news = bool(newest.notes) or newest.producer is not None
+        is_old = time.perf_counter() - oldest.started > MAX_DELAY_S
+        return not is_light or has_news or is_old or len(self._unwritten) >= N_TOGETHER
 
     def _write(self) -> None:
         while self._unwritten:
