@@ -93,6 +93,12 @@ class MadeWeights:
         self._writes = ParameterWrites(self._on_write)
         self._factors = AdapterFactors(self._writes.is_followed)
         self._n_unchanged = 0
+        self.on_made: list[Callable[[nn.Module], None]] = []
+        """Called with each model that was made or loaded."""
+
+    def models(self) -> Iterator[nn.Module]:
+        """Yield the models that were made and still exist."""
+        yield from list(self._made)
 
     def watch(self) -> Callable[[], None]:
         """Keep blocks from now on; returns a function that stops it.
@@ -139,6 +145,8 @@ class MadeWeights:
             versions = _versions(named)
             self._made[model] = _Made(_blocks(named), shapes, versions, owners, flipped)
             self._writes.follow(model)
+            for call in self.on_made:
+                call(model)
 
     def changed(self, model: nn.Module) -> dict[str, Any] | None:
         """Return which parameters changed since they were made, as the data of an event.

@@ -16,12 +16,13 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from itertools import chain, count
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from msgspec.structs import replace
-from torch import nn
+from torch import Tensor, nn
 
 from flexinspect.core import plugins
 from flexinspect.core.errors import TraceWriteError, exception_chain
@@ -46,6 +47,7 @@ from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.sessions.capture_session import capture_cost
 from flexinspect_hooks.user_code.compiled_hooks import CompiledHooks
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, parse_segments
+from flexinspect_hooks.user_code.layer_loops import LayerLoops, on_logits
 from flexinspect_hooks.user_code.program import end_state
 from flexinspect_hooks.user_code.step_tracking import StepPlace
 from flexinspect_hooks.user_code.watch_session import HOOKS_REMOVED, WatchSession
@@ -58,6 +60,12 @@ if TYPE_CHECKING:
 
 MAX_STEP_STARTS = 4096
 """Steps whose start times are kept, to assign printed output to steps."""
+
+LAYER_LOOP_EVENT = "layer-loop"
+LAYER_LOOP = (
+    "The program calls the decoder layers itself: a step begins with the first layer, and its "
+    "logits are what the output embeddings return."
+)
 
 MAX_HOOK_RESTORES = 16
 """How often hooks that the program removed from a model are installed again."""
@@ -91,6 +99,8 @@ class ModelFinder:
         self._standalone: StandaloneCalls | None = None
         self.loading = LoadingReports()
         self.made = MadeWeights()
+        self._layer_loops = LayerLoops(self.made.models, self._find_untrained, self.local)
+        self.made.on_made.append(self._layer_loops.follow)
         self._trainings: Any = None
         """The `TrainingFinder`, which is above this package; None before the first optimizer."""
         run.attach_recorder(self.recorder)
@@ -151,6 +161,7 @@ class ModelFinder:
         self._wrappers.callback(patch(PreTrainedModel, "__call__", call))
         self._wrappers.callback(self.loading.watch())
         self._wrappers.callback(self.made.watch())
+        self._wrappers.callback(self._layer_loops.close)
         self._wrappers.callback(torch_private.hide_hooks())
 
     def watch_generate(self) -> None:
@@ -204,6 +215,10 @@ class ModelFinder:
         return session is None or not session.generate_depth
 
     # -- a model ---------------------------------------------------------------------------------
+
+    def _find_untrained(self, model: nn.Module) -> FoundSession | None:
+        """Return the session of a model whose layers are called, None while it is trained."""
+        return None if self._is_training(model) else self._find(model)
 
     def _find(self, model: nn.Module) -> FoundSession | None:
         """Return the session of a model, created at its first call; None if it has none."""
@@ -382,6 +397,9 @@ class FoundSession(WatchSession):
     def __init__(self, model: nn.Module, finder: ModelFinder, name: str, n_restores: int) -> None:
         self._finder, declared = finder, finder.job.declaration
         self._thread, self.n_restores = 0, n_restores
+        self._follows_layers = False
+        self._layer_output: SimpleNamespace | None = None
+        """What a step gives that began with a layer, None for any other."""
         self.exit_exception_id = 0
         """The `id` of the exception that the last forward raised; the program may catch it."""
         super().__init__(
@@ -404,7 +422,45 @@ class FoundSession(WatchSession):
     def _on_forward_start(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         # Otherwise the model is a part of another model.
         if getattr(self._finder.local, "root", None) == id(module):
+            self._end_in_layer(None)
             super()._on_forward_start(module, args, kwargs)
+
+    def begin_in_layer(self, arguments: dict[str, Any]) -> None:
+        """Open a step whose layers the program calls itself; `arguments` are those of a forward."""
+        is_first, self._follows_layers = not self._follows_layers, True
+        if is_first:
+            remove = on_logits(self._model, self._end_in_layer)
+            self._removes += [] if remove is None else [(None, remove)]
+        local = self._finder.local
+        local.root = id(self._model)
+        try:
+            self._on_forward_start(self._model, (), arguments)
+        finally:
+            local.root = None
+        if self._step is not None:
+            self._layer_output = SimpleNamespace(
+                logits=None, past_key_values=arguments.get("past_key_values")
+            )
+            if is_first:
+                self._step.events.append((LAYER_LOOP_EVENT, LAYER_LOOP))
+
+    def _end_in_layer(self, logits: Tensor | None) -> None:
+        """End the step that began with a layer, if one is open."""
+        output, self._layer_output = self._layer_output, None
+        if output is not None:
+            output.logits = logits
+            self._on_forward_end(self._model, (), output)
+
+    def _finish_generation(self, state: str = "finished", reason: str = "") -> None:
+        if state == "finished":
+            self._end_in_layer(None)
+        super()._finish_generation(state, reason)
+
+    def finish(self, state: str, error: BaseException | None) -> None:
+        """End the open step and generation; an exception is recorded at the step it left."""
+        if error is None:
+            self._end_in_layer(None)
+        super().finish(state, error)
 
     def _start_generation(self, place: StepPlace, rows: InputRows) -> None:
         tokenizer = SafeAdapter(self._finder.tokenizers.match(self._model))

@@ -1,0 +1,140 @@
+"""Programs that do not call a model, but its decoder layers themselves, one after the other.
+
+Such a loop embeds the tokens, calls the layers and the final norm, and then the output embeddings.
+Nothing calls the root module, so a step begins with the first decoder layer, and ends with the
+output embeddings or before the next step.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from flexinspect_hooks.capture.model_layers import (
+    attention_layers,
+    decoder_blocks,
+    decoder_stack,
+)
+
+Made = Callable[[], Iterator[nn.Module]]
+"""Returns the models that were made and still exist."""
+
+
+class LayerLoopSession(Protocol):
+    """The session of a model, whose steps may begin and end inside of it."""
+
+    def begin_in_layer(self, arguments: dict[str, Any]) -> None: ...
+
+
+class LayerLoops:
+    """Finds decoder layers that are called outside of their model's forward.
+
+    `find` returns the session of a model, `local.root` is the `id` of the model whose forward runs
+    in this thread.
+    """
+
+    def __init__(
+        self,
+        made: Made,
+        find: Callable[[nn.Module], LayerLoopSession | None],
+        local: threading.local,
+    ) -> None:
+        self._made, self._find, self._local = made, find, local
+        self._first_layers: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+        self._ids = threading.local()
+        self._removes: list[Callable[[], None]] = []
+
+    def follow(self, model: nn.Module) -> None:
+        """Watch the first decoder layer of a model that was made, and its input embeddings."""
+        if decoder_stack(model) is not None:
+            return  # with an encoder, a step has two stacks of layers
+        blocks = decoder_blocks(model, attention_layers(model))
+        first = next((block for _, block in blocks.values()), None)
+        if first is None or first in self._first_layers:
+            return
+        embedding: Any = None
+        with suppress(NotImplementedError, AttributeError):
+            embedding = model.get_input_embeddings()  # type: ignore[operator]
+        if not isinstance(embedding, nn.Module):
+            return
+        self._first_layers[first] = True
+
+        # Functions: a copy of the model would copy a bound method, and its object.
+        def on_embedding(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if not torch.compiler.is_compiling() and not self._is_inside:
+                self._ids.newest = args[0] if args else None
+
+        def on_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not torch.compiler.is_compiling() and not self._is_inside:
+                self._begin(module, args, kwargs)
+
+        self._removes.append(embedding.register_forward_pre_hook(on_embedding).remove)
+        self._removes.append(first.register_forward_pre_hook(on_layer, with_kwargs=True).remove)
+
+    def close(self) -> None:
+        """Remove every hook."""
+        while self._removes:
+            self._removes.pop()()
+
+    @property
+    def _is_inside(self) -> bool:
+        return bool(getattr(self._local, "root", None))
+
+    def _begin(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        owner = self._owner_of(layer)
+        session = None if owner is None else self._find(owner)
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if session is None or not isinstance(hidden, Tensor) or hidden.dim() != 3:
+            return
+        arguments = {"input_ids": self._ids_of(hidden), "inputs_embeds": hidden}
+        for name in ("position_ids", "past_key_values"):
+            arguments[name] = kwargs.get(name)
+        session.begin_in_layer({n: one for n, one in arguments.items() if one is not None})
+
+    def _owner_of(self, layer: nn.Module) -> nn.Module | None:
+        """Return the model of a layer: with output embeddings, if there is such a one."""
+        owners = [model for model in self._made() if any(one is layer for one in model.modules())]
+        return max(owners, key=lambda model: output_embeddings(model) is not None, default=None)
+
+    def _ids_of(self, hidden: Tensor) -> Tensor | None:
+        """Return the token ids that were embedded last, (batch, rows), if they fit."""
+        ids, self._ids.newest = getattr(self._ids, "newest", None), None
+        if not isinstance(ids, Tensor) or ids.is_floating_point():
+            return None
+        ids = ids[None] if ids.dim() == 1 else ids
+        return ids if ids.shape == hidden.shape[:2] else None
+
+
+def output_embeddings(model: Any) -> nn.Module | None:
+    """Return the module that computes logits, None for a model without one."""
+    with suppress(NotImplementedError, AttributeError):
+        found = model.get_output_embeddings()
+        return found if isinstance(found, nn.Module) else None
+    return None
+
+
+def on_logits(model: nn.Module, end: Callable[[Tensor], None]) -> Callable[[], None] | None:
+    """Call `end` with the logits (batch, rows, vocabulary) whenever a model's module computes some.
+
+    Returns a function that stops it, None for a model without such a module. The model is not kept
+    alive.
+    """
+    module = output_embeddings(model)
+    if module is None:
+        return None
+    known = weakref.ref(module)
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or module is not known():
+            return
+        if isinstance(output, Tensor) and output.dim() in (2, 3):
+            end(output if output.dim() == 3 else output[:, None])
+
+    return module.register_forward_hook(hook).remove
