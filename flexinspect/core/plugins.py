@@ -101,6 +101,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "batches": "flexinspect.rules.masks.heads_and_batches:BatchRowsRule",
         "batch_padding": "flexinspect.rules.masks.heads_and_batches:BatchPaddingRule",
         "cut_rows": "flexinspect.rules.prompt.cut_rows:CutRowRule",
+        "decode_window": "flexinspect.rules.masks.decode_window:DecodeWindowRule",
         "unused_window": "flexinspect.rules.masks.unused_window:UnusedWindowRule",
         "windows": "flexinspect.rules.masks.declared_vs_executed:SlidingWindowRule",
         "audit": "flexinspect.rules.numerics.audit_findings:AuditRule",

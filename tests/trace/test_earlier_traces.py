@@ -119,7 +119,14 @@ _NEW_RULES = (
     *("audit", "generate_options", "generated_length", "inferred_segments", "invariants"),
     *("kernel_options", "late_binding", "other_prompt", "padding_as_text", "recompute"),
     *("training_checks", "text_as_padding", "logits_changed", "decode_segment", "raw_embeddings"),
-    *("changed_weights", "choice_pattern", "processor_rows", "unused_window", "cut_rows"),
+    *(
+        "changed_weights",
+        "choice_pattern",
+        "processor_rows",
+        "unused_window",
+        "decode_window",
+        "cut_rows",
+    ),
     *("kept_state", "shrinking_prefix", "stopping_rows", "tree_positions", "unmet_configuration"),
     "penalty_sign",
 )

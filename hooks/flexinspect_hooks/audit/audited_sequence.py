@@ -274,10 +274,30 @@ def _new_rows(evidence: StepEvidence, batch: int, known: Sequence[int]) -> tuple
 
 def _real(evidence: StepEvidence, batch: int, n_new: int) -> list[bool]:
     mask = evidence.padding
-    if mask is None or mask.shape[1] < n_new:
+    if mask is None:
+        n_pads = _padding_by_positions(evidence, batch) if n_new == evidence.q_len else 0
+        return [row >= n_pads for row in range(n_new)]
+    if mask.shape[1] < n_new:
         return [True] * n_new
     row = mask[min(batch, len(mask) - 1)]
     return [bool(one) for one in row[-n_new:].tolist()]
+
+
+def _padding_by_positions(evidence: StepEvidence, batch: int) -> int:
+    """Return how many equal tokens at the beginning of a prompt are padding by its position ids.
+
+    Without an attention mask only these say so: they begin after the padding, which has the
+    position 0 (a count that is not below 0), or 1 (the way of `generate`).
+    """
+    positions, ids = evidence.positions, evidence.ids
+    if positions is None or ids is None or evidence.kv_before or len(ids) < 2:
+        return 0
+    given = positions[min(batch, len(positions) - 1)].tolist()
+    run = sum(1 for _ in takewhile(lambda one: one == given[0], given))
+    following = given[run : run + 1]
+    n_pads = {(0, 1): run - 1, (1, 0): run}.get((given[0], *following), 0)
+    row = ids[min(batch, len(ids) - 1), :n_pads].tolist()
+    return n_pads if len({*row}) == 1 else 0
 
 
 def _extend_passed(

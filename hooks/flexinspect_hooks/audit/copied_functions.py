@@ -163,15 +163,17 @@ def _rope_function(rotate: Callable[..., Any]) -> Callable[..., Any]:
             turned: tuple[Tensor, Tensor] = rotate(query, key, cos, sin, *args, **kwargs)
             return turned
 
-        result = plain(q, k, cos, sin)
         active = active_run()
         if active is None:
-            return result
+            return plain(q, k, cos, sin)
         reference, run = active
+        if run.rotary is not None:
+            cos, sin = (one.to(cos.dtype) for one in run.rotary.tables(run.positions))
+        result = plain(q, k, cos, sin)
         for edit, scope in run.edits:
             if edit.rope is None or not scope.has(run.layer):
                 continue
-            tables = RotaryTables(reference.model, cos, sin, run.positions)
+            tables = RotaryTables(reference.model, cos, sin, run.positions, run.rotary)
             turn = Rotation(plain, q, k, cos, sin, run.positions, tables)
             query, key = edit.rope(turn)
             result = (

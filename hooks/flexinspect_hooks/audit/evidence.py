@@ -40,6 +40,7 @@ from flexinspect_hooks.audit.forward_run import (
     Point,
     output_projection,
 )
+from flexinspect_hooks.audit.frozen_mods import frozen
 from flexinspect_hooks.audit.held_weights import HeldWeights
 from flexinspect_hooks.audit.program_hooks import ProgramHook, hooks_of
 from flexinspect_hooks.capture.buffer import StepBuffer
@@ -325,7 +326,8 @@ class EvidenceHook(Hook):
             arguments = None if call.kernel is None else getattr(call.kernel, "arguments", None)
             score_mod = arguments.get("score_mod") if arguments else None
             if score_mod is not None:
-                pending.score_mods[call.layer] = score_mod
+                is_read = pending.step < DETAILED_STEPS
+                pending.score_mods[call.layer] = frozen(score_mod) if is_read else score_mod
             if self._has_encoder:  # a layer has two attentions, of which calls do not say which
                 continue
             if pending.step < DETAILED_STEPS and call.query.shape[2] == pending.q_len:

@@ -146,7 +146,7 @@ def _executed(reader: TraceReader, sequence: AuditedSequence, columns: Any) -> d
                 continue
             if call.mask not in known:
                 record = reader.mask(call.mask)
-                known[call.mask] = None if record is None else (record.cells, record.kv_offset)
+                known[call.mask] = None if record is None else (record.cells, record.kv_len)
                 if (
                     record is not None
                     and record.kind.startswith("none")
@@ -155,7 +155,9 @@ def _executed(reader: TraceReader, sequence: AuditedSequence, columns: Any) -> d
                     known[call.mask] = None  # the function may mask by itself
             if known[call.mask] is None or known[call.mask][0] is None:
                 continue
-            part, offset = known[call.mask]
+            part, kv_len = known[call.mask]
+            # Not the mask's own offset: equal masks of later steps share one record.
+            offset = max(rows.stop - kv_len, 0)
             _write(cells, call.layer, part, rows, offset, n_columns)
     return {layer: table[:, columns][:, :, columns] for layer, table in cells.items()}
 

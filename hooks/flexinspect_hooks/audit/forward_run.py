@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from flexinspect_hooks.audit.encoder_inputs import EncoderInput
 from flexinspect_hooks.audit.forward_edits import ForwardEdit, Scope
 from flexinspect_hooks.audit.program_hooks import HookInReference
+from flexinspect_hooks.audit.program_rotary import ProgramRotary
 
 Point = tuple[str, int | None]
 """What is compared, and its layer: see `QUANTITIES`."""
@@ -46,7 +47,7 @@ class Run(Struct):
     the encoder of the model reads, if it has one. `experts` are those that the rows of a layer go
     to, if not their own, and rows (layer, row) in `other_experts` go to the next best one in place
     of the last. The routers' own choices are left in `routes`. `hooks` are those of the program
-    that are taken as they are.
+    that are taken as they are, and `rotary` is its rotary module if that is.
     """
 
     positions: Tensor
@@ -62,6 +63,7 @@ class Run(Struct):
     experts: Mapping[int, Tensor] = field(default_factory=dict)
     other_experts: tuple[tuple[int, int], ...] = ()
     hooks: Sequence[HookInReference] = ()
+    rotary: ProgramRotary | None = None
     routes: dict[int, ExpertChoice] = field(default_factory=dict)
     values: dict[Point, Tensor] = field(default_factory=dict)
     layer: int = -1

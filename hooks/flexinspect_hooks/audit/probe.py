@@ -9,6 +9,7 @@ from msgspec import Struct, field
 from torch import Tensor
 
 from flexinspect_hooks.audit.encoder_inputs import EncoderInput
+from flexinspect_hooks.audit.program_rotary import ProgramRotary
 from flexinspect_hooks.audit.reference_model import ReferenceModel
 from flexinspect_hooks.audit.slot_layout import SlotLayout
 
@@ -26,6 +27,7 @@ class FaultProbe(Struct):
     the step's layers, and `has_bias` says whether the reference adds those of the prompt, which
     `meant_score_mods` are if it calls them. `slots` are those of a paged cache, None if keys are in
     the order of positions. `encoder` is what the encoder of the model reads.
+    `rotary` is the rotary module of the program, if the reference takes it as it is.
     """
 
     reference: ReferenceModel
@@ -48,6 +50,7 @@ class FaultProbe(Struct):
     slots: SlotLayout | None = None
     encoder: EncoderInput | None = None
     row: int = 0
+    rotary: ProgramRotary | None = None
 
     @property
     def config(self) -> Any:

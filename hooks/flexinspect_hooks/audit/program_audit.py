@@ -7,7 +7,7 @@ row of a position is the row that the step of that position must have given.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -27,12 +27,13 @@ from flexinspect_hooks.audit.cache_contents import OTHER_ROW, mask_change
 from flexinspect_hooks.audit.evidence import MAX_BATCH, EvidenceStore, StepEvidence
 from flexinspect_hooks.audit.executed_masks import GenerationMasks, read_masks, segment_starts
 from flexinspect_hooks.audit.expert_routing import describe_other, router_noise, settle
-from flexinspect_hooks.audit.forward_run import Point, Run
+from flexinspect_hooks.audit.forward_run import KEY, QUERY, VALUE, Point, Run
 from flexinspect_hooks.audit.graph_steps import is_graph_step, read_graph_step
 from flexinspect_hooks.audit.held_weights import MAX_HELD_SHARE, free_bytes
 from flexinspect_hooks.audit.hypotheses import load_hypotheses
 from flexinspect_hooks.audit.probe import FaultProbe
 from flexinspect_hooks.audit.program_hooks import HookInReference, describe_hook, hook_choices
+from flexinspect_hooks.audit.program_rotary import ProgramRotary, program_rotary
 from flexinspect_hooks.audit.reference_model import ReferenceModel
 from flexinspect_hooks.audit.rejected_drafts import find_rejected, rows_of_proposals
 from flexinspect_hooks.audit.row_comparison import (
@@ -44,7 +45,7 @@ from flexinspect_hooks.audit.row_comparison import (
     noise_limits,
 )
 from flexinspect_hooks.audit.score_mods import MAX_ROWS, additive_bias, heads_of_other_groups
-from flexinspect_hooks.audit.search import MIN_GAIN, Search, SearchResult
+from flexinspect_hooks.audit.search import MIN_GAIN, Explanation, Search, SearchResult
 from flexinspect_hooks.audit.shortened_cache import explain_shortened
 from flexinspect_hooks.audit.slot_layout import find_slots
 from flexinspect_hooks.audit.token_choice import ChoiceReader, ChosenToken, crossed_rows
@@ -106,6 +107,11 @@ class Verdict(Struct):
     """What hooks of the program changed, see `describe_hook`."""
     by_kv_head: dict[str, Any] | None = None
     """Query heads whose score_mod is that of another group of heads, and the layers."""
+
+    @property
+    def explanation(self) -> Explanation | None:
+        """The fault that gives the program's numbers, if one was found."""
+        return None if self.search is None else self.search.explanation
 
 
 class _Attempt(Struct, frozen=True):
@@ -382,8 +388,60 @@ class ProgramAudit:
         probe.has_bias = bool(biases)
         self._explain(reference, probe, first, found, verdict)
         mods = {} if biases else sequence.steps[0].evidence.score_mods
-        if verdict.search is not None and verdict.search.explanation is None and mods:
+        if verdict.search is None or verdict.explanation is not None:
+            return
+        if mods:
             self._take_score_mods(reference, sequence, masks, first, mods, verdict)
+            return
+        try:
+            is_taken = self._take_rotary(reference, sequence, masks, first, biases, verdict)
+        except Exception:  # code of the program
+            is_taken = False
+        is_prompt = found.step == sequence.steps[0].evidence.step
+        if not is_taken and is_prompt and found.point[0] in (QUERY, KEY, VALUE):
+            self._explain_otherwise(reference, sequence, masks, first, biases, verdict)
+
+    def _take_rotary(
+        self,
+        reference: ReferenceModel,
+        sequence: AuditedSequence,
+        masks: GenerationMasks,
+        first: _Attempt,
+        biases: dict[int, torch.Tensor],
+        verdict: Verdict,
+    ) -> bool:
+        """Take a rotary module of the program as it is, if more of the run agrees with it then.
+
+        Returns whether it was taken.
+        """
+        names = [name for name, _ in reference.model.named_modules()]
+        size, root = reference.config.hidden_size, self._source.root()
+        rotary, before = program_rotary(root, names, size, first.dtype), first.divergence
+        if rotary is None or before is None or not rotary.has_exact_angles:
+            return False
+        now = self._attempt(
+            *(reference, sequence, masks, biases, verdict.generation),
+            positions=first.base.positions,
+            hooks=first.base.hooks,
+            rotary=rotary,
+        )
+        positions = torch.arange(len(sequence.ids), device=reference.device)[None]
+        is_rounded = rotary.first_rounded(positions) is not None
+        if not _later(now.divergence, before) and not is_rounded:
+            return False
+        search, facts = verdict.search, verdict.facts
+        verdict.search, verdict.facts = None, {}
+        if now.divergence is not None:
+            probe = self._probe(reference, sequence, masks, now.comparison, now.divergence)
+            probe.rotary, probe.has_bias = rotary, bool(biases)
+            self._explain(reference, probe, now, now.divergence, verdict)
+            if verdict.explanation is None and not _later(now.divergence, before):
+                verdict.search, verdict.facts = search, facts
+                return False
+        verdict.notes.append(f"the rotary module {rotary.title} is taken as it is")
+        verdict.largest, verdict.divergence = now.largest, now.divergence
+        verdict.quantities = now.comparison.quantities(now.clean)
+        return True
 
     def _take_score_mods(
         self,
@@ -510,19 +568,10 @@ class ProgramAudit:
     ) -> tuple[_Attempt, GenerationMasks]:
         """Compare under what the program may mean, and return where most of the run agrees.
 
-        Nobody said which mask is meant if none is declared, nor which positions if the program
-        passed some of its own with the prompt.
+        Of attempts that agree as far, the first one counts.
         """
-        own = sequence.prompt_positions()
-        undeclared = masks.undeclared()
-        choices: list[tuple[GenerationMasks, torch.Tensor | None]] = [(masks, None)]
-        choices += [(undeclared, None)] if undeclared is not None else []
-        if own is not None:
-            choices += [(one, own) for one, _ in list(choices)]
-        elif undeclared is not None and (depths := _depth_positions(sequence, undeclared)):
-            choices.append((undeclared, depths[0]))
         best: tuple[_Attempt, GenerationMasks, torch.Tensor | None] | None = None
-        for chosen, positions in choices:
+        for chosen, positions in _meanings(sequence, masks):
             now = self._attempt(
                 reference, sequence, chosen, biases, verdict.generation, positions=positions
             )
@@ -533,10 +582,46 @@ class ProgramAudit:
                 break
         assert best is not None
         if best[2] is not None:
-            which = "with the prompt" if own is not None else "with proposals in the form of a tree"
-            text = f"the position ids that the program passed {which} are taken as they are"
-            verdict.notes.append(text)
+            verdict.notes.append(_positions_taken(sequence))
         return best[0], best[1]
+
+    def _explain_otherwise(
+        self,
+        reference: ReferenceModel,
+        sequence: AuditedSequence,
+        masks: GenerationMasks,
+        first: _Attempt,
+        biases: dict[int, torch.Tensor],
+        verdict: Verdict,
+    ) -> None:
+        """Search again under what else the program may mean, and keep an explanation of the step.
+
+        Where a difference begins before the attention, no attempt shows which mask is meant.
+        """
+        search, before = verdict.search, first.divergence
+        for chosen, positions in _meanings(sequence, masks):
+            is_known = chosen.kind == verdict.mask_kind and positions is None
+            if is_known or time.perf_counter() > self._deadline:
+                continue
+            now = self._attempt(
+                *(reference, sequence, chosen, biases, verdict.generation),
+                positions=positions,
+                hooks=first.base.hooks,
+            )
+            found = now.divergence
+            if found is None or before is None or found.step < before.step:
+                continue
+            facts = verdict.facts
+            probe = self._probe(reference, sequence, chosen, now.comparison, found)
+            probe.has_bias = bool(biases)
+            self._explain(reference, probe, now, found, verdict)
+            if verdict.explanation is None or not verdict.explanation.is_complete:
+                verdict.search, verdict.facts = search, facts
+                continue
+            verdict.largest, verdict.divergence, verdict.mask_kind = now.largest, found, chosen.kind
+            verdict.quantities = now.comparison.quantities(now.clean)
+            verdict.notes += [] if positions is None else [_positions_taken(sequence)]
+            return
 
     def _attempt(
         self,
@@ -549,6 +634,7 @@ class ProgramAudit:
         positions: torch.Tensor | None = None,
         hooks: Sequence[HookInReference] = (),
         score_mods: Mapping[int, Any] | None = None,
+        rotary: ProgramRotary | None = None,
     ) -> _Attempt:
         """Compare a sequence with the reference under some masks and positions (1, rows)."""
         ids = sequence.ids
@@ -560,6 +646,7 @@ class ProgramAudit:
             *(positions, ends, masks.base, biases, score_mods or {}),
             encoder=sequence.encoder,
             hooks=hooks,
+            rotary=rotary,
         )
         last = [int(step.positions[-1]) for step in sequence.steps]
         proposals = rows_of_proposals(sequence)[:MAX_LOGIT_ROWS]
@@ -686,6 +773,7 @@ class ProgramAudit:
             generator=self._noise,
             encoder=base.encoder,
             hooks=base.hooks,
+            rotary=base.rotary,
             experts={layer: route.experts for layer, route in base.routes.items()},
         )
         reference.run(ids, run, rows)
@@ -701,6 +789,7 @@ class ProgramAudit:
             score_mods=base.score_mods,
             encoder=base.encoder,
             hooks=base.hooks,
+            rotary=base.rotary,
             experts={layer: route.experts for layer, route in base.routes.items()},
         )
         self._reference(dtype).run(ids, run, rows)
@@ -808,6 +897,29 @@ def _crop_before(
     if not crops:
         return None
     return crops[0][1] if crops[0][0] == generation else 0
+
+
+def _meanings(
+    sequence: AuditedSequence, masks: GenerationMasks
+) -> Iterator[tuple[GenerationMasks, torch.Tensor | None]]:
+    """Yield the masks and positions that a program may mean, None for those of the text.
+
+    Nobody said which mask is meant if none is declared, nor which positions if the program passed
+    some of its own with the prompt.
+    """
+    own, undeclared = sequence.prompt_positions(), masks.undeclared()
+    chosen = [masks] if undeclared is None else [masks, undeclared]
+    yield from ((one, None) for one in chosen)
+    if own is not None:
+        yield from ((one, own) for one in chosen)
+    elif undeclared is not None and (depths := _depth_positions(sequence, undeclared)):
+        yield undeclared, depths[0]
+
+
+def _positions_taken(sequence: AuditedSequence) -> str:
+    is_prompt = sequence.prompt_positions() is not None
+    which = "with the prompt" if is_prompt else "with proposals in the form of a tree"
+    return f"the position ids that the program passed {which} are taken as they are"
 
 
 def _is_explained(before: _Attempt, now: _Attempt) -> bool:

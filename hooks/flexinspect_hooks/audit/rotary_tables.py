@@ -15,6 +15,8 @@ import torch
 from msgspec import Struct
 from torch import Tensor, nn
 
+from flexinspect_hooks.audit.program_rotary import ProgramRotary
+
 _MAX_ROWS = 16
 _TOLERANCE = 1e-2
 _FREQUENCIES, _ORIGINAL, _SCALE = "inv_freq", "original_inv_freq", "attention_scaling"
@@ -57,9 +59,16 @@ def rotary_kinds(model: nn.Module) -> list[RotaryKind]:
 class RotaryTables:
     """Makes tables (cos, sin) like those that a layer got at `positions` (1, rows)."""
 
-    def __init__(self, model: nn.Module, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        rotary: ProgramRotary | None = None,
+    ) -> None:
         self._cos, self._sin, self._positions = cos, sin, positions
-        self._model = model
+        self._model, self._rotary = model, rotary
 
     @cached_property
     def _kinds(self) -> list[RotaryKind]:
@@ -82,6 +91,9 @@ class RotaryTables:
         `angles_of` computes the angles. If no frequencies give this layer's tables, they do not
         change with the positions.
         """
+        if self._rotary is not None and theta is None and angles_of is exact_angles:
+            cos, sin = self._rotary.tables(positions)
+            return cos.to(self._cos.dtype), sin.to(self._sin.dtype)
         own, is_interleaved = self._own
         if theta is not None:
             return self._make(positions, self._of_base(theta), is_interleaved, angles_of)

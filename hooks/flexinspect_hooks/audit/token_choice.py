@@ -128,7 +128,8 @@ class ChoiceReader(Struct, frozen=True):
             is_input = following.evidence.q_len > 1 and following.evidence.kv_before > 0
             if is_input and not proposes:
                 continue  # a further turn, or a chunk of the prompt
-            first = int(step.positions[0]) if step is not steps[0] else int(step.positions[-1])
+            is_input = step is steps[0] or not proposes
+            first = int(step.positions[-1]) if is_input else int(step.positions[0])
             for position in range(first, int(following.positions[0])):
                 logits = self._logits(step, position)
                 if logits is None or position + 1 >= len(sequence.ids):

@@ -116,8 +116,7 @@ def has_own_attention(model: nn.Module, layer_of: Mapping[int, int]) -> bool:
     name = str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "eager")
     if not name.startswith(_LIBRARY_ATTENTION):
         return True
-    modules = (module for module in model.modules() if id(module) in layer_of)
-    return any(
-        "forward" in vars(one) or not type(one).__module__.startswith("transformers.")
-        for one in modules
-    )
+    modules = [module for module in model.modules() if id(module) in layer_of]
+    places = {getattr(type(one).forward, "__module__", None) or "" for one in modules}
+    is_patched = any("forward" in vars(one) for one in modules)
+    return is_patched or not all(place.startswith("transformers.") for place in places)

@@ -158,8 +158,8 @@ def module_call_code() -> CodeType | None:
 
 
 def tensor_version(tensor: Tensor) -> int | None:
-    """Return a tensor's in-place modifications, None if missing; raises in inference mode."""
-    return getattr(tensor, "_version", None)
+    """Return how often a tensor was modified in place; None if unknown, as in inference mode."""
+    return None if tensor.is_inference() else getattr(tensor, "_version", None)
 
 
 def backward_number() -> int:

@@ -150,7 +150,7 @@ class StepTracker:
         `ids` returns the row's token ids, None for embeddings. It is called only for forwards on an
         empty cache: for others it may have to wait for the device. `position` returns the position
         id of the newest row, None if the program passed none; it is called only where keys were
-        removed from the cache, once for each generation, and for one row without a cache if the
+        removed from the cache, once for each generation, and for rows without a cache if the
         program's own attention `may_keep_keys` by itself.
         """
         state = self._state
@@ -162,8 +162,8 @@ class StepTracker:
             place = self._next_step(n_rows, cached, whole, is_other)
             if place is None and n_rows == 1 and owner == state.generation:
                 place = self._after_removal(cached, position)
-            if place is None and n_rows == 1 and not cached and may_keep_keys():
-                place = self._on_own_cache(position)
+            if place is None and not cached and not is_other and may_keep_keys():
+                place = self._on_own_cache(n_rows, position)
         if place is None:
             note = (OTHER_CACHE if is_other else UNKNOWN_CACHE) if cached else ""
             owner = owner if note == OTHER_CACHE else None
@@ -204,15 +204,16 @@ class StepTracker:
             return step(pos=pos, n_new=1, is_chosen=True)
         return step(pos=pos, n_new=n_rows, note=SEVERAL_ROWS)
 
-    def _on_own_cache(self, position: ReadPosition) -> StepPlace | None:
-        """Return the place of one token without a cache whose position id continues the text."""
+    def _on_own_cache(self, n_rows: int, position: ReadPosition) -> StepPlace | None:
+        """Return the place of rows without a cache whose position ids continue the text."""
         state = self._state
-        if state.length < max(self._n_prompt, 2) or position() != state.length:
+        if state.length < 2 or position() != state.length + n_rows - 1:
             return None
-        note = "" if state.has_own_cache else OWN_CACHE
+        is_chosen = n_rows == 1 and state.length >= self._n_prompt
+        note = SEVERAL_ROWS if n_rows > 1 else "" if state.has_own_cache else OWN_CACHE
         return StepPlace(
-            *(state.generation, state.step + 1, False, state.length, 1),
-            is_chosen=True,
+            *(state.generation, state.step + 1, False, state.length, n_rows),
+            is_chosen=is_chosen,
             note=note,
             has_own_cache=True,
         )

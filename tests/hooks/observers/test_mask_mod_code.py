@@ -276,3 +276,24 @@ def test_a_watched_model_records_the_code_of_its_mask(watched: Any) -> None:
     for q, k in product(range(N), range(N)):
         found = evaluate(mask.mask_mod_code, sources, (0, 0, q, k))
         assert found.is_open is bool(np.asarray(mask.cells)[0, q, k])
+
+
+def test_tensors_of_inference_mode_are_recorded(tmp_path: Any) -> None:
+    """Torch counts no modification of them, so each step copies them."""
+    from support.ownmasks import attend_by, with_cache
+
+    model = make_model("llama")
+    with torch.inference_mode():
+        table = torch.ones(64, dtype=torch.bool)
+
+        def cells(layer: int, rows: Tensor, keys: Tensor) -> Tensor:
+            return (keys <= rows) & table[keys]
+
+        attend_by(model, cells, flex=True)
+        with flexinspect.watch(model, out=tmp_path / "t.flextrace"):
+            with_cache(model, torch.tensor([[1, 5, 6, 7]]), 2)
+    with open_trace(tmp_path / "t.flextrace") as reader:
+        assert [
+            row.event.text for row in reader.events() if row.event.kind == "hook-disabled"
+        ] == []
+        assert len(reader.calls(0, 1)) == 3

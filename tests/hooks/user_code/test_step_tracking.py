@@ -273,3 +273,19 @@ def test_no_forward_of_any_kind_is_lost_or_counted_twice() -> None:
     ]
     found = [following.locate(*one) for one in forwards]
     assert len(set(where(found))) == len(forwards)
+
+
+def test_chunks_of_a_prompt_continue_it_on_a_cache_of_the_program() -> None:
+    following = StepTracker()
+    following.locate(*forward_input([5, 6, 7]))
+    chunk = following.locate(2, 0, lambda: [8, 9], None, lambda: 4, lambda: True)
+    token = following.locate(1, 0, lambda: [4], None, lambda: 5, lambda: True)
+    assert (chunk.generation, chunk.step, chunk.pos, chunk.n_new) == (0, 1, 3, 2)
+    assert (chunk.is_chosen, chunk.note, chunk.has_own_cache) == (False, SEVERAL_ROWS, True)
+    assert (token.pos, token.is_chosen) == (5, True)
+
+
+def test_rows_at_other_positions_are_a_prompt_of_their_own() -> None:
+    following = StepTracker()
+    following.locate(*forward_input([5, 6, 7]))
+    assert following.locate(2, 0, lambda: [8, 9], None, lambda: 1, lambda: True).begins_generation

@@ -167,6 +167,26 @@ def rope_rounded(probe: FaultProbe) -> Edits:
             yield _rounded(what, roundings[f"product{tables}"])
 
 
+def rope_module_rounded(probe: FaultProbe) -> Edits:
+    """The program's own rotary module computes angles in the dtype of the hidden states."""
+    rotary = probe.rotary
+    if rotary is None:
+        return
+    positions = torch.arange(probe.n_rows, device=probe.reference.device)[None]
+    first = rotary.first_rounded(positions)
+    if first is None:
+        return
+
+    def turned(turn: Rotation) -> tuple[Tensor, Tensor]:
+        cos, sin = rotary.tables(turn.positions, rotary.dtype)
+        return turn.rotate(turn.query, turn.key, cos.to(turn.cos.dtype), sin.to(turn.sin.dtype))
+
+    name = str(rotary.dtype).removeprefix("torch.")
+    what = f"with the angles that {rotary.title} computes in {name}, to which it rounds position "
+    what += f"ids: from position {first} on they are not those that it computes in float32"
+    yield ForwardEdit(name="rope.module-rounded", sentence=what, rope=turned)
+
+
 def _roundings(dtype: torch.dtype) -> Iterator[tuple[str, Angles]]:
     """Yield by what is rounded the way in which angles are computed.
 
@@ -280,4 +300,5 @@ HYPOTHESES = (
     positions_shifted,
     rope_base,
     rope_rounded,
+    rope_module_rounded,
 )

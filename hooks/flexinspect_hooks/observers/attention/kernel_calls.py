@@ -101,9 +101,7 @@ class KernelCall(Struct, eq=False):
 
 def _version_of(output: Any) -> int | None:
     tensor = output[0] if isinstance(output, tuple) and output else output
-    if not isinstance(tensor, Tensor) or tensor.is_inference():
-        return None  # torch does not count there
-    return torch_private.tensor_version(tensor)
+    return torch_private.tensor_version(tensor) if isinstance(tensor, Tensor) else None
 
 
 _observers: list[KernelCalls] = []

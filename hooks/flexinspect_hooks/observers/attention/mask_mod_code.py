@@ -135,7 +135,7 @@ class MaskModCodes:
             return {"shape": list(tensor.shape)}
         key, version = id(tensor), tensor_version(tensor)
         known = self._versions.get(key)
-        if known is None or known[0]() is not tensor or known[1] != version:
+        if known is None or version is None or known[0]() is not tensor or known[1] != version:
             self._versions[key] = ref(tensor), version
             # A copy, because the user may write to the tensor before it is on disk.
             buffer.put(f"{_TENSOR_PREFIX}{key}", tensor.detach().clone())
