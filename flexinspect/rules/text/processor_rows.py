@@ -1,9 +1,10 @@
-"""Logits processors of the program that judge rows of a batch by the ids of another row."""
+"""Logits processors of the program that judge rows of a batch by another row."""
 
 from __future__ import annotations
 
-from flexinspect.core.text import format_numbers, printable
+from flexinspect.core.text import format_numbers, plural, printable
 from flexinspect.records import imported
+from flexinspect.records.finding import Finding
 from flexinspect.records.step import EventRecord
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
 
@@ -24,7 +25,10 @@ class ProcessorRowsRule(Rule):
         if event.kind != PROCESSOR_EVENT:
             return
         data = event.data
-        rows, source = [int(row) for row in data["rows"]], int(data["source"])
+        rows, source = [int(row) for row in data["rows"]], data["source"]
+        if source is None:
+            yield self._by_scores(event, rows)
+            return
         gets, its = ("it gets", "its") if len(rows) == 1 else ("they get", "their")
         sentence = (
             f"The logits processor {printable(str(data['processor']))} "
@@ -34,3 +38,15 @@ class ProcessorRowsRule(Rule):
         )
         series = f"{data['place']}"
         yield self.finding(event, FINDING, sentence, evidence=data, series=series)
+
+    def _by_scores(self, event: EventRecord, rows: list[int]) -> Finding:
+        data = event.data
+        sentence = (
+            f"The logits processor {printable(str(data['processor']))} "
+            f"({printable(str(data['place']))}) judges batch {format_numbers('row', rows)} by the "
+            f"scores of other rows: in step {data['step']} batch row {rows[0]} keeps "
+            f"{plural(int(data['kept']), 'token')}, but {int(data['kept_alone'])} alone. It may "
+            "take a maximum, a sum or a threshold over the whole batch."
+        )
+        series = f"{data['place']}"
+        return self.finding(event, FINDING, sentence, evidence=data, series=series)

@@ -64,6 +64,12 @@ MAX_BARE_STEPS = 1 << 16
 """Steps of a model of which only the inputs are kept."""
 
 
+OWN_KEYS = (
+    "from step {step} on: the program calls the parts of the layers, and which keys its attention "
+    "reads is not known"
+)
+
+
 class StepEvidence(Struct):
     """One forward of the program.
 
@@ -107,6 +113,8 @@ class StepEvidence(Struct):
     cached: dict[int, CachedLayer] = field(default_factory=dict)
     hooks: tuple[ProgramHook, ...] = ()
     newest_best: Tensor | None = None
+    has_unknown_positions: bool = False
+    """Whether the program calls the parts of the layers, and passes no position ids to any."""
 
 
 class EvidenceStore:
@@ -191,6 +199,7 @@ class EvidenceHook(Hook):
         self._generation, self._n_full, self._n_rows = -1, 0, 1
         self._modules: list[tuple[weakref.ref[nn.Module], Point]] = []
         self._removes: list[Remove] = []
+        self._watches_parts = False
         self._cache: Any = None
         self._has_encoder = False
         self._encoder_arguments: dict[str, Any] = {}
@@ -201,7 +210,7 @@ class EvidenceHook(Hook):
         encoder = watch_encoder(context.model)
         if encoder is not None:
             yield encoder
-        context.keep_calls = self.add_calls
+        context.keep_calls, context.keep_hidden = self.add_calls, self._keep_hidden
         embedding = _input_embedding(context.model)
         if embedding is not None:
             self._modules.append((weakref.ref(embedding), (EMBEDDING, None)))
@@ -231,6 +240,8 @@ class EvidenceHook(Hook):
             on_output = self._context.on_output
             watch = self._on_input if point[0] == HEADS else on_output
             self._removes.append(watch(module, keep))
+            if self._watches_parts and point[0] == HEADS:  # the attention itself is not called
+                self._removes.append(on_output(module, self._keeper(ATTENTION, point[1])))
 
     def _leave_modules(self) -> None:
         while self._removes:
@@ -264,6 +275,9 @@ class EvidenceHook(Hook):
             return
         if step.generation != self._generation:
             self._generation, self._n_full = step.generation, FULL_STEPS
+        if self._context.is_in_parts and not self._watches_parts:
+            self._watches_parts = True
+            self._leave_modules()
         if self._n_full or step.q_len > 1:
             self._n_full = max(self._n_full - 1, 0)
             self._watch_modules()
@@ -293,6 +307,8 @@ class EvidenceHook(Hook):
             is_training=bool(self._context.model.training),
             has_gradients=torch.is_grad_enabled(),
         )
+        is_unknown = self._context.is_in_parts and not isinstance(positions, Tensor)
+        self._pending.has_unknown_positions = is_unknown
         if step.step < DETAILED_STEPS:  # hooks that come later are not looked for
             self._hooks = hooks_of(self._context.model)
         self._pending.hooks = self._hooks
@@ -306,12 +322,23 @@ class EvidenceHook(Hook):
             self._pending.keys_before = newest_keys(cache, step.kv_before, least=1)
         self._n_rows = n_rows
 
+    def _keep_hidden(self, layer: int, rows: Tensor) -> None:
+        self._values[HIDDEN, layer] = (rows, version_of(rows))
+
     def add_calls(self, calls: Sequence[Any]) -> None:
         """Keep the queries, keys and values of a step's attention calls."""
         pending = self._pending
         if pending is None:
             return
         n = pending.kv_before + pending.q_len
+        has_all = bool(calls) and all(call.key.shape[2] >= n for call in calls)
+        if self._context.is_in_parts and pending.kv_before and not has_all:
+            if self._context.evidence is not None:
+                self._context.evidence.skipped.setdefault(
+                    pending.generation, OWN_KEYS.format(step=pending.step)
+                )
+            self._pending = None
+            return
         if calls and calls[0].key.shape[2] > n and not self._has_encoder:
             pending.pool = calls[0].key.detach()
         known = self._paths

@@ -298,6 +298,12 @@ class ProgramAudit:
             return verdict
         slot_of = find_slots(reference, sequence, self._store.pools.get(generation))
         masks = read_masks(self._reader, generation, sequence, reference, slot_of)
+        if masks.executed and masks.kind == "own" and steps[0].has_unknown_positions:
+            verdict.not_judged.append(
+                "the program calls the parts of the layers under a mask of its own, and which "
+                "positions it means is not known"
+            )
+            return verdict
         if masks.unread:
             verdict.not_judged.append(f"the executed masks: {masks.unread}")
         if masks.kind == "declared" and batch:

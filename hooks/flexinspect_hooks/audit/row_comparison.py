@@ -214,7 +214,9 @@ class RowComparison(Struct):
         """Return the first divergence: the first step, and in it the first quantity."""
         for step in self.steps:
             found: dict[Point, Divergence] = {}
+            known = set[int | None]()  # layers whose hidden states are compared
             for point, differences, positions in self.differences(step, values):
+                known |= {point[1]} if point[0] == HIDDEN else set()
                 limit = self.limits.get(point, 0.0)
                 beyond = (~(differences <= limit)).nonzero().flatten()
                 if len(beyond):
@@ -229,7 +231,10 @@ class RowComparison(Struct):
             robust = next((point for point in found if point[0] in _ROBUST), None)
             if robust is not None:
                 # What a program lays out in its own way counts only where it shows in the layer.
-                inside = (p for p in found if p[1] == robust[1] and p[0] != LOGITS)
+                within = {robust[1]}
+                if robust[0] == LOGITS and known:  # in a layer after those
+                    within |= {p[1] for p in found if p[1] not in known}
+                inside = (p for p in found if p[1] in within and p[0] != LOGITS)
                 return found[next(inside, robust)]
         return None
 

@@ -126,6 +126,10 @@ class CaptureContext(Struct, eq=False):
     """The `EvidenceStore` of an audit; None if the run is not audited."""
     keep_calls: Callable[[Sequence[Any]], None] | None = None
     """Called with the `AttentionCall`s of each step when it is reduced, if the run is audited."""
+    keep_hidden: Callable[[int, torch.Tensor], None] | None = None
+    """Called with the hidden states after a layer that is not called itself, but in parts."""
+    is_in_parts: bool = False
+    """Whether the program calls the parts of the layers, and so keeps keys by itself."""
     layer_outputs: Callable[[], Sequence[tuple[int, Any, int | None]]] = tuple
     """Returns (layer, output, version) of the decoder layers that have returned in this step."""
     record_event: Callable[[str, str, Mapping[str, Any]], None] = field(default=lambda *_: None)

@@ -1,10 +1,11 @@
-"""Looks for logits processors of the program that judge rows of a batch by the ids of another row.
+"""Looks for logits processors of the program that judge rows of a batch by another row.
 
 In the first steps of a call of `generate` a processor is called again on copies: on each row alone,
 and on the batch with the ids of one row in the place of another. A row depends on another one if it
-gets other scores alone, and the same scores as alone once the other row has its ids. Processors
-with a state, random ones, slow ones, and those that may print or write are called once only, as
-always.
+gets other scores alone, and the same scores as alone once the other row has its ids. It depends on
+the scores of others if it keeps other tokens alone, and the same ones as alone once all rows have
+its scores. Of a processor with a state that can be copied, a copy is called. Random ones, slow
+ones, and those that may print or write are called once only, as always.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexinspect_hooks.debugger.frames import breakpoints_disabled
-from flexinspect_hooks.generate_calls.code_state import UnknownStateError, state_of
+from flexinspect_hooks.generate_calls.code_state import UnknownStateError, code_state_of, state_of
 from flexinspect_hooks.generate_calls.penalty_signs import PenaltySign
 from flexinspect_hooks.generate_calls.state_between_calls import KeptProcessor
+from flexinspect_hooks.generate_calls.state_copies import copy_of
 from flexinspect_hooks.python_internals.patching import patch
 
 MAX_STEPS = 4
@@ -35,6 +38,8 @@ _MAX_ROWS = 8
 _active = threading.local()
 _lock = threading.Lock()
 _patches: list[Callable[[], None]] = []
+_originals: list[Callable[..., Tensor]] = []
+"""The call of a list of processors that was replaced."""
 _users: list[object] = []
 
 
@@ -140,7 +145,8 @@ class ProcessorRows:
             return run(ids, scores)
         self._left[id(processor)] = 0  # unless nothing speaks against another look
         try:
-            before = state_of(processor)
+            before, kept = state_of(processor), _copy_of(processor)
+            shared = code_state_of(processor)
         except UnknownStateError:
             return run(ids, scores)
         given = ids.clone(), scores.clone()
@@ -148,10 +154,15 @@ class ProcessorRows:
         result = run(ids, scores)
         is_slow = time.perf_counter() - started > MAX_SECONDS
         try:
-            if is_slow or not torch.equal(ids, given[0]) or state_of(processor) != before:
+            if is_slow or not torch.equal(ids, given[0]):
                 return result
+            has_changed = state_of(processor) != before
+            if has_changed and (kept is None or code_state_of(processor) != shared):
+                return result
+            before = state_of(processor)
             with kept_state(), torch.no_grad():
-                rows = _TriedRows(run, *given, result)
+                trial = partial(_run_copy, kept) if has_changed else run
+                rows = _TriedRows(trial, *given, result)
                 is_sure = rows.is_repeatable()
                 found = rows.find() if is_sure else None
             if is_sure and state_of(processor) == before:
@@ -162,8 +173,17 @@ class ProcessorRows:
             self._left[id(processor)] = 0
         return result
 
-    def _keep(self, processor: Any, source: int, rows: list[int], *, step: int) -> None:
+    def _keep(
+        self,
+        processor: Any,
+        source: int | None,
+        rows: list[int],
+        kept: tuple[int, int] | None,
+        *,
+        step: int,
+    ) -> None:
         facts = _named(processor) | {"source": source, "rows": rows, "step": step}
+        facts |= {} if kept is None else {"kept": kept[0], "kept_alone": kept[1]}
         known = self.found.setdefault(id(processor), facts)
         if known["source"] == source:
             known["rows"] = sorted({*known["rows"], *rows})
@@ -186,8 +206,12 @@ class _TriedRows:
         """Whether another call on the same batch gives the same scores."""
         return torch.equal(self._call(self._ids, self._scores), self._result)
 
-    def find(self) -> tuple[int, list[int]] | None:
-        """Return a row, and the others that are judged by its ids; None if there are none."""
+    def find(self) -> tuple[int | None, list[int], tuple[int, int] | None] | None:
+        """Return a row, and the others that are judged by its ids; None if there are none.
+
+        Without a row the others are judged by scores: then also how many tokens the first of them
+        keeps, and how many it keeps alone.
+        """
         own = {r: self._call(self._ids[r : r + 1], self._scores[r : r + 1])[0] for r in self._rows}
         wrong = [r for r in self._rows if not torch.equal(own[r], self._result[r])]
         for source in (0, self._rows[-1]):
@@ -195,8 +219,22 @@ class _TriedRows:
                 continue
             rows = [r for r in wrong if self._is_judged_by(source, r, own[r])]
             if rows:
-                return source, rows
-        return None
+                return source, rows, None
+        rows = [r for r in wrong if self._is_judged_by_scores(r, own[r])]
+        if not rows:
+            return None
+        both = self._result[rows[0]], own[rows[0]]
+        return None, rows, (_n_finite(both[0]), _n_finite(both[1]))
+
+    def _is_judged_by_scores(self, row: int, own: Tensor) -> bool:
+        """Whether other tokens of a row are dropped than alone, unless all rows are like it."""
+        ran = self._result[row]
+        kept, alone = ran.isfinite(), own.isfinite()
+        if torch.equal(kept, alone) or not torch.equal(ran[kept & alone], own[kept & alone]):
+            return False
+        # The ids stay, so that a rule about the ids of all rows is none about scores.
+        same = self._call(self._ids, self._scores[row].expand(len(self._ids), -1))
+        return torch.equal(same[row], own)
 
     def _is_judged_by(self, source: int, row: int, own: Tensor) -> bool:
         """Whether a row is right once `source` has its ids, and `source` ignores that row."""
@@ -211,6 +249,25 @@ class _TriedRows:
         ids = self._ids.clone()
         ids[row] = self._ids[other]
         return ids
+
+
+def _n_finite(scores: Tensor) -> int:
+    return int(scores.isfinite().sum())
+
+
+def _copy_of(processor: Any) -> Any:
+    """Return a copy of a processor, None if it holds what cannot be copied."""
+    with suppress(Exception):  # of attributes that raise when they are read
+        return copy_of(processor)
+    return None
+
+
+def _run_copy(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
+    """Call a copy of a copy, which stays as it is."""
+    from transformers import LogitsProcessorList
+
+    result: Tensor = _originals[0](LogitsProcessorList([copy_of(processor)]), ids, scores)
+    return result
 
 
 @contextmanager
@@ -236,6 +293,7 @@ def _install(user: object) -> None:
         if len(_users) > 1:
             return
         original = LogitsProcessorList.__call__
+        _originals[:] = [original]
 
         def call(self: Any, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
             check: ProcessorRows | None = getattr(_active, "check", None)

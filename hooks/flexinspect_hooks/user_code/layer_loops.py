@@ -1,8 +1,8 @@
-"""Programs that do not call a model, but its decoder layers themselves, one after the other.
+"""Programs that do not call a model, but its decoder layers, or the parts of these, themselves.
 
 Such a loop embeds the tokens, calls the layers and the final norm, and then the output embeddings.
-Nothing calls the root module, so a step begins with the first decoder layer, and ends with the
-output embeddings or before the next step.
+Nothing calls the root module, so a step begins with the first decoder layer, or the first of its
+parts, and ends with the output embeddings or before the next step.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ Made = Callable[[], Iterator[nn.Module]]
 class LayerLoopSession(Protocol):
     """The session of a model, whose steps may begin and end inside of it."""
 
-    def begin_in_layer(self, arguments: dict[str, Any]) -> None: ...
+    def begin_in_layer(self, arguments: dict[str, Any], part: str) -> None:
+        """Open a step; `part` is the part of the first layer that was called, "" for all of it."""
 
 
 class LayerLoops:
-    """Finds decoder layers that are called outside of their model's forward.
+    """Finds decoder layers, and parts of the first one, called outside of their model's forward.
 
     `find` returns the session of a model, `local.root` is the `id` of the model whose forward runs
     in this thread.
@@ -47,8 +48,9 @@ class LayerLoops:
         local: threading.local,
     ) -> None:
         self._made, self._find, self._local = made, find, local
-        self._first_layers: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-        self._ids = threading.local()
+        self._owners: WeakKeyDictionary[nn.Module, weakref.ref[nn.Module] | None]
+        self._owners = WeakKeyDictionary()  # of first layers
+        self._thread = threading.local()
         self._removes: list[Callable[[], None]] = []
 
     def follow(self, model: nn.Module) -> None:
@@ -57,26 +59,44 @@ class LayerLoops:
             return  # with an encoder, a step has two stacks of layers
         blocks = decoder_blocks(model, attention_layers(model))
         first = next((block for _, block in blocks.values()), None)
-        if first is None or first in self._first_layers:
+        if first is None or first in self._owners:
             return
         embedding: Any = None
         with suppress(NotImplementedError, AttributeError):
             embedding = model.get_input_embeddings()  # type: ignore[operator]
         if not isinstance(embedding, nn.Module):
             return
-        self._first_layers[first] = True
+        self._owners[first] = None  # the model that will call it may not be complete yet
 
         # Functions: a copy of the model would copy a bound method, and its object.
         def on_embedding(module: nn.Module, args: tuple[Any, ...]) -> None:
             if not torch.compiler.is_compiling() and not self._is_inside:
-                self._ids.newest = args[0] if args else None
+                self._thread.ids = args[0] if args else None
 
         def on_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not torch.compiler.is_compiling() and not self._is_inside:
-                self._begin(module, args, kwargs)
+                self._begin(module, args, kwargs, "")
+                self._thread.in_layer = True
+
+        def after_layer(module: nn.Module, args: Any, output: Any) -> None:
+            self._thread.in_layer = False
 
         self._removes.append(embedding.register_forward_pre_hook(on_embedding).remove)
         self._removes.append(first.register_forward_pre_hook(on_layer, with_kwargs=True).remove)
+        self._removes.append(first.register_forward_hook(after_layer, always_call=True).remove)
+        for name, part in first.named_children():
+            hook = self._part_hook(weakref.ref(first), name)
+            self._removes.append(part.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+    def _part_hook(self, layer: weakref.ref[nn.Module], name: str) -> Callable[..., None]:
+        def on_part(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if torch.compiler.is_compiling() or self._is_inside:
+                return
+            first = layer()
+            if first is not None and not getattr(self._thread, "in_layer", False):
+                self._begin(first, args, kwargs, name)
+
+        return on_part
 
     def close(self) -> None:
         """Remove every hook."""
@@ -87,7 +107,9 @@ class LayerLoops:
     def _is_inside(self) -> bool:
         return bool(getattr(self._local, "root", None))
 
-    def _begin(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], part: str
+    ) -> None:
         owner = self._owner_of(layer)
         session = None if owner is None else self._find(owner)
         hidden = args[0] if args else kwargs.get("hidden_states")
@@ -96,16 +118,22 @@ class LayerLoops:
         arguments = {"input_ids": self._ids_of(hidden), "inputs_embeds": hidden}
         for name in ("position_ids", "past_key_values"):
             arguments[name] = kwargs.get(name)
-        session.begin_in_layer({n: one for n, one in arguments.items() if one is not None})
+        session.begin_in_layer({n: one for n, one in arguments.items() if one is not None}, part)
 
     def _owner_of(self, layer: nn.Module) -> nn.Module | None:
         """Return the model of a layer: with output embeddings, if there is such a one."""
+        known = self._owners.get(layer)
+        if known is not None:
+            return known()
         owners = [model for model in self._made() if any(one is layer for one in model.modules())]
-        return max(owners, key=lambda model: output_embeddings(model) is not None, default=None)
+        found = max(owners, key=lambda model: output_embeddings(model) is not None, default=None)
+        if found is not None:
+            self._owners[layer] = weakref.ref(found)
+        return found
 
     def _ids_of(self, hidden: Tensor) -> Tensor | None:
         """Return the token ids that were embedded last, (batch, rows), if they fit."""
-        ids, self._ids.newest = getattr(self._ids, "newest", None), None
+        ids, self._thread.ids = getattr(self._thread, "ids", None), None
         if not isinstance(ids, Tensor) or ids.is_floating_point():
             return None
         ids = ids[None] if ids.dim() == 1 else ids

@@ -11,6 +11,7 @@ import functools
 import threading
 import time
 import traceback
+import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping
@@ -40,6 +41,7 @@ from flexinspect_hooks.changed_weights.made_weights import MadeWeights
 from flexinspect_hooks.control.control_protocols import chosen_layers
 from flexinspect_hooks.generate_calls.generate_call import LoadingReports
 from flexinspect_hooks.loading.tokenizers import IdAdapter, SafeAdapter
+from flexinspect_hooks.observers.attention.kernel_calls import set_current_layer
 from flexinspect_hooks.observers.inputs_hook import InputRows
 from flexinspect_hooks.python_internals import torch_private
 from flexinspect_hooks.python_internals.own_frames import strip_own_frames
@@ -49,7 +51,7 @@ from flexinspect_hooks.user_code.compiled_hooks import CompiledHooks
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, parse_segments
 from flexinspect_hooks.user_code.layer_loops import LayerLoops, on_logits
 from flexinspect_hooks.user_code.program import end_state
-from flexinspect_hooks.user_code.step_tracking import StepPlace
+from flexinspect_hooks.user_code.step_tracking import ReadPosition, StepPlace
 from flexinspect_hooks.user_code.watch_session import HOOKS_REMOVED, WatchSession
 
 if TYPE_CHECKING:
@@ -63,8 +65,8 @@ MAX_STEP_STARTS = 4096
 
 LAYER_LOOP_EVENT = "layer-loop"
 LAYER_LOOP = (
-    "The program calls the decoder layers itself: a step begins with the first layer, and its "
-    "logits are what the output embeddings return."
+    "The program calls the decoder layers, or their parts, itself: a step begins with the first "
+    "one, and its logits are what the output embeddings return."
 )
 
 MAX_HOOK_RESTORES = 16
@@ -389,6 +391,17 @@ def _is_compiled(model: nn.Module) -> bool:
     return getattr(model, "_compiled_call_impl", None) is not None
 
 
+def _part_hook(session: weakref.ref[FoundSession], layer: int) -> Any:
+    """Return a hook on the part of a layer that is called first. Copies of it keep no session."""
+
+    def on_part(module: nn.Module, args: tuple[Any, ...]) -> None:
+        found = session()
+        if found is not None and not torch.compiler.is_compiling():
+            found.enter_layer(layer, args[0] if args else None)
+
+    return on_part
+
+
 class FoundSession(WatchSession):
     """The session of a model that was found; it prints nothing, and reports no removed hooks."""
 
@@ -397,7 +410,8 @@ class FoundSession(WatchSession):
     def __init__(self, model: nn.Module, finder: ModelFinder, name: str, n_restores: int) -> None:
         self._finder, declared = finder, finder.job.declaration
         self._thread, self.n_restores = 0, n_restores
-        self._follows_layers = False
+        self._first_part: str | None = None
+        """The part of a layer with which steps begin, "" for whole layers, None for forwards."""
         self._layer_output: SimpleNamespace | None = None
         """What a step gives that began with a layer, None for any other."""
         self.exit_exception_id = 0
@@ -423,31 +437,70 @@ class FoundSession(WatchSession):
         # Otherwise the model is a part of another model.
         if getattr(self._finder.local, "root", None) == id(module):
             self._end_in_layer(None)
+            self.context.is_in_parts = False
             super()._on_forward_start(module, args, kwargs)
 
-    def begin_in_layer(self, arguments: dict[str, Any]) -> None:
-        """Open a step whose layers the program calls itself; `arguments` are those of a forward."""
-        is_first, self._follows_layers = not self._follows_layers, True
+    def begin_in_layer(self, arguments: dict[str, Any], part: str) -> None:
+        """Open a step whose layers the program calls itself; `arguments` are those of a forward.
+
+        The part of the first layer that begins a step is the first one that is called.
+        """
+        if part and self._layer_output is not None and self._first_part != part:
+            return
+        self._end_in_layer(None)
+        is_first = self._first_part is None
         if is_first:
             remove = on_logits(self._model, self._end_in_layer)
             self._removes += [] if remove is None else [(None, remove)]
-        local = self._finder.local
-        local.root = id(self._model)
-        try:
-            self._on_forward_start(self._model, (), arguments)
-        finally:
-            local.root = None
+        if part and self._first_part != part:
+            self._watch_parts(part)
+        self._first_part, self.context.is_in_parts = part, bool(part)
+        super()._on_forward_start(self._model, (), arguments)
         if self._step is not None:
             self._layer_output = SimpleNamespace(
                 logits=None, past_key_values=arguments.get("past_key_values")
             )
+            if part:
+                self.enter_layer(min(self.context.blocks), None)
             if is_first:
                 self._step.events.append((LAYER_LOOP_EVENT, LAYER_LOOP))
+
+    def _watch_parts(self, part: str) -> None:
+        """Note when the later layers begin: `part` is the name of the part that is called first."""
+        for layer in sorted(self.context.blocks)[1:]:
+            _, block = self.context.blocks[layer]
+            module = getattr(block, part, None)
+            if isinstance(module, nn.Module):
+                hook = _part_hook(weakref.ref(self), layer)
+                self._removes.append((None, module.register_forward_pre_hook(hook).remove))
+
+    def enter_layer(self, layer: int, hidden: Any) -> None:
+        """Note that a layer begins, with the hidden states after the one before."""
+        if self._layer_output is None or not self.context.is_open:
+            return
+        _, block = self.context.blocks[layer]
+        known = self.context.layer_of
+        attention = next((one for one in block.modules() if known.get(id(one)) == layer), None)
+        set_current_layer(layer, attention)
+        numbers = sorted(self.context.blocks)
+        at = numbers.index(layer)
+        if at and isinstance(hidden, Tensor) and self.context.keep_hidden is not None:
+            self.context.keep_hidden(numbers[at - 1], hidden)
+
+    def _position_reader(self, rows: InputRows) -> ReadPosition:
+        """Take one row for the next one of the text, where the program keeps keys by itself."""
+        if self.context.is_in_parts and rows.position_ids() is None:
+            return lambda: self._tracker.length
+        return super()._position_reader(rows)
+
+    def _may_keep_keys(self) -> bool:
+        return self.context.is_in_parts or super()._may_keep_keys()
 
     def _end_in_layer(self, logits: Tensor | None) -> None:
         """End the step that began with a layer, if one is open."""
         output, self._layer_output = self._layer_output, None
         if output is not None:
+            set_current_layer(None, None)
             output.logits = logits
             self._on_forward_end(self._model, (), output)
 

@@ -54,7 +54,12 @@ from flexinspect_hooks.python_internals.torch_private import is_hook_installed
 from flexinspect_hooks.sessions.capture_session import CaptureSession, newest_logits_row
 from flexinspect_hooks.user_code.embedding_rows import RAW_EMBEDDINGS_EVENT, raw_embedding_facts
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, GenerationBuilder
-from flexinspect_hooks.user_code.step_tracking import CacheOwners, StepPlace, StepTracker
+from flexinspect_hooks.user_code.step_tracking import (
+    CacheOwners,
+    ReadPosition,
+    StepPlace,
+    StepTracker,
+)
 from flexinspect_hooks.user_code.unread_settings import unmet_settings
 from flexinspect_hooks.user_code.wished_window import unused_window
 
@@ -195,8 +200,8 @@ class WatchSession(CaptureSession):
         buffer = StepBuffer(self._device, self._stream)
         rows = InputRows(arguments, n_rows, with_mask=not cached, buffer=buffer)
         place = self._tracker.locate(
-            *(n_rows, cached, rows.token_ids, owner, rows.newest_position),
-            may_keep_keys=lambda: has_own_attention(self._model, self.context.layer_of),
+            *(n_rows, cached, rows.token_ids, owner, self._position_reader(rows)),
+            may_keep_keys=self._may_keep_keys,
         )
         self._owners.set_owner(cache, place.generation)
         if place.begins_generation:
@@ -223,6 +228,14 @@ class WatchSession(CaptureSession):
         is_input = not (place.begins_generation or place.is_chosen) and place.n_new > 0
         self._input_tokens = partial(builder.append_tokens, rows, place.pos) if is_input else tuple
         return step
+
+    def _position_reader(self, rows: InputRows) -> ReadPosition:
+        """Return what reads the position id of the newest row, see `StepTracker.locate`."""
+        return rows.newest_position
+
+    def _may_keep_keys(self) -> bool:
+        """Whether the program may keep keys by itself, which no argument of the model shows."""
+        return has_own_attention(self._model, self.context.layer_of)
 
     def _add_begin_events(self, step: StepContext, place: StepPlace, problems: list[str]) -> None:
         if place.pos and self._prompt is not None and self._prompt.shape[1] >= place.pos:

@@ -135,11 +135,45 @@ def test_processors_that_judge_rows_as_they_should_are_left_alone(processor: Any
     assert not found(processor, 3)
 
 
-def test_a_processor_with_a_state_is_called_once_only() -> None:
+def test_of_a_processor_with_a_state_a_copy_is_called() -> None:
     processor = WithState()
-    assert not found(processor, 3)
-    # The first call showed that it counts.
+    (one,) = found(processor, 3)
+    assert (one["source"], one["rows"]) == (0, [1, 2])
     assert processor.calls == 3
+
+
+class MinP(LogitsProcessor):
+    """Drops what is less probable than a part of the best token, and counts what stays."""
+
+    def __init__(self, *, by_row: bool) -> None:
+        self.by_row = by_row
+        self.kept: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        probabilities = scores.softmax(-1)
+        best = probabilities.amax(-1, keepdim=True) if self.by_row else probabilities.max()
+        drop = probabilities < 0.3 * best
+        self.kept.append((~drop).sum(-1))
+        return scores.masked_fill(drop, -math.inf)
+
+
+def test_a_threshold_over_the_whole_batch_is_found() -> None:
+    processor = MinP(by_row=False)
+    (one,) = found(processor, 2)
+    assert one["source"] is None
+    assert 0 < len(one["rows"]) < 3  # the row that has the maximum is right
+    assert one["kept"] < one["kept_alone"]
+    assert len(processor.kept) == 2
+
+
+def guided(input_ids: Tensor, scores: Tensor) -> Tensor:
+    """Moves scores away from those of another row, as guidance does."""
+    return scores + 0.5 * (scores - scores.roll(1, 0))
+
+
+@pytest.mark.parametrize("processor", [MinP(by_row=True), guided], ids=["by row", "guidance"])
+def test_a_threshold_of_each_row_and_guidance_are_left_alone(processor: Any) -> None:
+    assert not found(processor, 2)
 
 
 def test_a_function_that_changes_a_global_is_called_once_only() -> None:

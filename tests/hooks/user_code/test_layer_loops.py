@@ -9,6 +9,7 @@ from support.paths import TESTS
 from support.warm_python import run_command
 
 from flexinspect.trace.reader import TraceReader, open_trace
+from flexinspect_hooks.audit.evidence import OWN_KEYS
 from flexinspect_hooks.user_code.model_discovery import LAYER_LOOP_EVENT
 
 LOOP = f"""
@@ -39,6 +40,46 @@ def logits_of(rows, positions):
 
 """
 
+PARTS = f"""
+import sys
+sys.path.insert(0, {str(TESTS)!r})
+import torch
+from support.tiny import ids, make_model
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+model = make_model("llama", num_hidden_layers=2)
+body, known = model.model, {{}}
+
+def attend(q, k, v):
+    if "by hand" in sys.argv:
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        n, m = q.shape[2], k.shape[2]
+        mask = torch.full((n, m), -torch.inf).triu(m - n + 1)
+        return (q @ k.mT / q.shape[-1] ** 0.5 + mask).softmax(-1) @ v
+    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+@torch.no_grad()
+def logits_of(rows, positions):
+    hidden = body.embed_tokens(rows)
+    cos, sin = body.rotary_emb(hidden, positions)
+    for n, layer in enumerate(body.layers):
+        x, own = layer.input_layernorm(hidden), layer.self_attn
+        q, k, v = (
+            one(x).view(1, rows.shape[1], -1, own.head_dim).transpose(1, 2)
+            for one in (own.q_proj, own.k_proj, own.v_proj)
+        )
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        if n in known:
+            k, v = torch.cat((known[n][0], k), 2), torch.cat((known[n][1], v), 2)
+        known[n] = k, v
+        if "scaled" in sys.argv and n == 1:
+            q = 1.5 * q
+        out = attend(q, k, v).transpose(1, 2).flatten(2)
+        hidden = hidden + own.o_proj(out)
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    return model.lm_head(body.norm(hidden[:, -1:]))[:, 0]
+"""
+
 DECODE = """
 chosen = []
 rows, positions = torch.tensor([ids(11, 3)]), torch.arange(11)[None]
@@ -50,8 +91,10 @@ print(chosen)
 """
 
 
-def recorded(folder: Path, script: str, *arguments: str) -> tuple[TraceReader, str]:
-    (folder / "loop.py").write_text(LOOP + textwrap.dedent(script), "utf-8")
+def recorded(
+    folder: Path, script: str, *arguments: str, loop: str = LOOP
+) -> tuple[TraceReader, str]:
+    (folder / "loop.py").write_text(loop + textwrap.dedent(script), "utf-8")
     flags = ("--no-ui", "--out", "t.flextrace", "loop.py", *arguments)
     done = run_command("run", *flags, cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -99,3 +142,39 @@ def test_forwards_before_and_after_it_are_steps_too(tmp_path: Path) -> None:
         assert [reader.record(first.generation, n).q_len for n in range(3)] == [11, 1, 1]
         assert reader.record(second.generation, 0).q_len == 3
         assert [one.id for one in reader.findings() if one.severity == "error"] == []
+
+
+def test_a_loop_over_parts_of_layers_agrees(tmp_path: Path) -> None:
+    reader, printed = recorded(tmp_path, DECODE, loop=PARTS)
+    with reader:
+        (generation,) = reader.generations()
+        steps = [reader.record(generation.generation, n) for n in range(4)]
+        assert [(step.q_len, step.kv_before) for step in steps] == [
+            (11, 0),
+            (1, 11),
+            (1, 12),
+            (1, 13),
+        ]
+        assert [[call.layer for call in step.calls] for step in steps] == [[0, 1]] * 4
+        chosen = [one.token_id for one in reader.tokens(generation.generation)][11:]
+        assert str(chosen)[:-1] in printed
+        assert any("4 steps, 14 rows agree" in row.event.text for row in reader.events())
+        assert [one.id for one in reader.findings() if one.severity != "note"] == []
+
+
+def test_a_fault_in_a_loop_over_parts_of_layers_is_placed(tmp_path: Path) -> None:
+    reader, _ = recorded(tmp_path, DECODE, "scaled", loop=PARTS)
+    with reader:
+        (found,) = (one for one in reader.findings() if one.id.startswith("audit."))
+    assert (found.step, found.layer) == (0, 1)
+    assert "1.5 times" in found.sentence
+
+
+def test_keys_that_no_kernel_call_shows_are_not_judged(tmp_path: Path) -> None:
+    reader, _ = recorded(tmp_path, DECODE, "by hand", loop=PARTS)
+    with reader:
+        audits = [row.event.data for row in reader.events() if row.event.kind == "audit"]
+        assert [(one["steps"], one["not_judged"]) for one in audits] == [
+            (1, [OWN_KEYS.format(step=1)])
+        ]
+        assert [one.id for one in reader.findings() if one.severity != "note"] == []

@@ -357,6 +357,11 @@ def set_unrecorded(*, is_unrecorded: bool) -> None:
     _thread.is_unrecorded = is_unrecorded
 
 
+def set_current_layer(layer: int | None, module: nn.Module | None) -> None:
+    """Set the layer and attention module of kernel calls from now on; None to read the stack."""
+    _thread.layer, _thread.module = layer, module
+
+
 unassigned_builds: deque[BuildRecord] = deque(maxlen=1000)
 """Masks that were built outside of a step; the next recorded step of any model takes them."""
 
