@@ -113,8 +113,11 @@ def _invariants_of(args: argparse.Namespace) -> InvariantFile | None:
 def judged(code: int, job: Job | ScriptJob, invariants: InvariantFile | None) -> int:
     """Judge the trace of a run by invariants, print what it breaks, and return the exit code.
 
-    That is 1 for a run that ended with 0 and breaks one. Without invariants nothing is done.
+    That is 1 for a run that ended with 0 and breaks one. Without invariants nothing is done, except
+    that a program which refused its arguments may have received flags that were meant for us.
     """
+    if isinstance(job, ScriptJob) and code == REFUSED_ARGUMENTS:
+        _explain_passed_flags(job.args)
     if invariants is None:
         return code
     from flexinspect.analysis.invariants.judged_trace import judge_trace
@@ -128,6 +131,20 @@ def judged(code: int, job: Job | ScriptJob, invariants: InvariantFile | None) ->
     for line in violation_lines(violations, f"flexinspect findings {job.out}"):
         print_message(f"invariant broken: {line}")
     return code or int(bool(violations))
+
+
+REFUSED_ARGUMENTS = 2
+"""The exit code of `argparse`, and of most programs, for arguments that they do not know."""
+
+
+def _explain_passed_flags(arguments: Sequence[str]) -> None:
+    names = dict.fromkeys(one.partition("=")[0] for one in arguments)
+    if ours := [name for name in names if name in SCRIPT_FLAGS]:
+        script = "it" if len(ours) == 1 else "them"
+        print_message(
+            f"The program received {', '.join(ours)}, because everything after its name is for it. "
+            f"If {script} should be for flexinspect, write {script} before the program."
+        )
 
 
 class _RaisingParser(argparse.ArgumentParser):

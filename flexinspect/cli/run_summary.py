@@ -178,6 +178,19 @@ def _answer_text(generation: Mapping[str, Any]) -> Text:
     return text
 
 
+_SHORT_RUN = 0.25
+"""A share of capture from which the line says of what: such runs are short."""
+
+
+def _share(ratio: float, total_s: float) -> str:
+    if ratio >= 10:
+        return "longer than the model"
+    share = f"{100 * ratio:.1f} %"
+    if ratio < _SHORT_RUN or not total_s:
+        return share
+    return f"{share} of the {total_s / (1 + ratio):.2f} s that the steps take without it"
+
+
 def _cost_line(summary: Mapping[str, Any]) -> str:
     generations, cost = summary["generations"], summary["cost"]
     n_tokens = sum(each["tokens"] for each in generations)
@@ -186,8 +199,7 @@ def _cost_line(summary: Mapping[str, Any]) -> str:
     if rates := [each["tokens_per_s"] for each in generations if each["tokens_per_s"]]:
         parts.append(f"{sum(rates) / len(rates):.1f} tokens/s")
     if isinstance(cost, Mapping) and cost.get("steps"):
-        ratio = 100 * float(cost["ratio"])
-        took = f"{ratio:.1f} %" if ratio < 1000 else "longer than the model"
+        took = _share(float(cost["ratio"]), float(cost.get("total_s", 0.0)))
         parts.append(f"capture at level {summary['level']} took {took}")
         if cost.get("checks"):
             share = 100 * cost["checks_s"] / max(cost["total_s"] + cost["checks_s"], 1e-9)

@@ -64,6 +64,22 @@ def test_the_cost_of_recomputes_is_stated_beside_that_of_capture(tmp_path: Path)
     assert "3 recomputes of --check-every took 0.50 s, 25 % of the time" in result.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("ratio", "words"),
+    [
+        (0.24, "took 24.0 %"),
+        (1.31, "took 131.0 % of the 0.09 s that the steps take without it"),
+        (12.0, "took longer than the model"),
+    ],
+)
+def test_a_large_cost_says_of_what_it_is_a_share(tmp_path: Path, ratio: float, words: str) -> None:
+    summary = summarize_run(write(tmp_path / "a.flextrace", np.tri(4, dtype=bool), list("abcd")))
+    result = StringIO()
+    cost = {"ratio": ratio, "steps": 12, "total_s": 0.2}
+    print_summary({**summary, "level": "basic", "cost": cost}, Console(file=result, width=200))
+    assert f"{words}\n" in result.getvalue()
+
+
 class Stuck(Capture):
     """A capture process that ends only when it is killed."""
 

@@ -113,6 +113,17 @@ def test_output_and_exit_code_are_those_of_python_itself(end: str, tmp_path: Pat
             assert printed(tmp_path, "stderr") == plain.stderr.decode(errors="replace")
 
 
+def test_a_program_that_refuses_our_flags_is_told_why_it_got_them(tmp_path: Path) -> None:
+    script = "import argparse\nargparse.ArgumentParser().parse_args()\n"
+    write(tmp_path, "strict.py", script)
+    done = inspected("strict.py", "--level", "basic", "--fast", cwd=tmp_path)
+    assert done.returncode == 2
+    message = b"The program received --level, because everything after its name is for it."
+    assert message in done.stderr
+    own = inspected("strict.py", "--fast", cwd=tmp_path, flags=("--overwrite",))
+    assert b"The program received" not in own.stderr
+
+
 def test_a_module_runs_as_python_runs_it(tmp_path: Path) -> None:
     write(tmp_path, "pack/__init__.py", "")
     write(tmp_path, "pack/helper.py", "def fail(): raise RuntimeError('helped')\n")

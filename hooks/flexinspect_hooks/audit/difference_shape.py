@@ -260,11 +260,16 @@ def _channel_factor(compared: ComparedTensors) -> str:
     return text + "same in all rows"
 
 
+_MAX_DISTANCE = 0.1
+"""Rows further apart are not equal, however large the limit of their dtype is."""
+
+
 def _nearest(ours: Tensor, theirs: Tensor, limit: float) -> list[int] | None:
     """Return for each row of `ours` the equal row of `theirs`, None if some row has none."""
     distance = torch.cdist(ours, theirs) / theirs.norm(dim=-1).clamp_min(1e-30)
     best = distance.min(-1)
-    return best.indices.tolist() if bool((best.values <= 16 * limit).all()) else None
+    close = min(16 * limit, max(limit, _MAX_DISTANCE))
+    return best.indices.tolist() if bool((best.values <= close).all()) else None
 
 
 def _row_order(part: ComparedTensors, whole: ComparedTensors) -> str:
@@ -276,8 +281,8 @@ def _row_order(part: ComparedTensors, whole: ComparedTensors) -> str:
         return ""
     sources = [whole.positions[row] for row in found]
     pairs = list(zip(part.positions, sources, strict=True))
-    if all(place == source for place, source in pairs):
-        return ""
+    if any(place == source for place, source in pairs):
+        return ""  # a wrong row that is nearest to the right one
     shifts = {source - place for place, source in pairs}
     if len(shifts) == 1:
         return f"has in each row the values of the row {_shift_text(shifts.pop())}"

@@ -79,7 +79,8 @@ class LayerLoops:
                 self._thread.in_layer = True
 
         def after_layer(module: nn.Module, args: Any, output: Any) -> None:
-            self._thread.in_layer = False
+            if not torch.compiler.is_compiling():
+                self._thread.in_layer = False
 
         self._removes.append(embedding.register_forward_pre_hook(on_embedding).remove)
         self._removes.append(first.register_forward_pre_hook(on_layer, with_kwargs=True).remove)
