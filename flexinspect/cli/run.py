@@ -140,10 +140,10 @@ REFUSED_ARGUMENTS = 2
 def _explain_passed_flags(arguments: Sequence[str]) -> None:
     names = dict.fromkeys(one.partition("=")[0] for one in arguments)
     if ours := [name for name in names if name in SCRIPT_FLAGS]:
-        script = "it" if len(ours) == 1 else "them"
+        flags = ", ".join(ours)
         print_message(
-            f"The program received {', '.join(ours)}, because everything after its name is for it. "
-            f"If {script} should be for flexinspect, write {script} before the program."
+            f"The program received {flags}, because everything after its name is passed to it. "
+            f"To set {flags} of flexinspect, write it before the name of the program."
         )
 
 

@@ -118,7 +118,7 @@ def test_a_program_that_refuses_our_flags_is_told_why_it_got_them(tmp_path: Path
     write(tmp_path, "strict.py", script)
     done = inspected("strict.py", "--level", "basic", "--fast", cwd=tmp_path)
     assert done.returncode == 2
-    message = b"The program received --level, because everything after its name is for it."
+    message = b"The program received --level, because everything after its name is passed"
     assert message in done.stderr
     own = inspected("strict.py", "--fast", cwd=tmp_path, flags=("--overwrite",))
     assert b"The program received" not in own.stderr

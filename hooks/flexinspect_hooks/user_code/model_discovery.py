@@ -412,6 +412,9 @@ class FoundSession(WatchSession):
         self._thread, self.n_restores = 0, n_restores
         self._first_part: str | None = None
         """The part of a layer with which steps begin, "" for whole layers, None for forwards."""
+        self._watched_parts = set[str]()
+        self._layer_places: dict[int, tuple[int | None, weakref.ref[nn.Module]]] = {}
+        """Of each layer whose parts are called, the layer before it and its attention module."""
         self._layer_output: SimpleNamespace | None = None
         """What a step gives that began with a layer, None for any other."""
         self.exit_exception_id = 0
@@ -452,7 +455,7 @@ class FoundSession(WatchSession):
         if is_first:
             remove = on_logits(self._model, self._end_in_layer)
             self._removes += [] if remove is None else [(None, remove)]
-        if part and self._first_part != part:
+        if part and part not in self._watched_parts:
             self._watch_parts(part)
         self._first_part, self.context.is_in_parts = part, bool(part)
         super()._on_forward_start(self._model, (), arguments)
@@ -467,9 +470,14 @@ class FoundSession(WatchSession):
 
     def _watch_parts(self, part: str) -> None:
         """Note when the later layers begin: `part` is the name of the part that is called first."""
-        for layer in sorted(self.context.blocks)[1:]:
-            _, block = self.context.blocks[layer]
-            module = getattr(block, part, None)
+        self._watched_parts.add(part)
+        known = self.context.layer_of
+        before: int | None = None
+        for layer, (_, block) in sorted(self.context.blocks.items()):
+            attention = next(one for one in block.modules() if known.get(id(one)) == layer)
+            self._layer_places[layer] = before, weakref.ref(attention)
+            is_later, before = before is not None, layer
+            module = getattr(block, part, None) if is_later else None
             if isinstance(module, nn.Module):
                 hook = _part_hook(weakref.ref(self), layer)
                 self._removes.append((None, module.register_forward_pre_hook(hook).remove))
@@ -478,14 +486,11 @@ class FoundSession(WatchSession):
         """Note that a layer begins, with the hidden states after the one before."""
         if self._layer_output is None or not self.context.is_open:
             return
-        _, block = self.context.blocks[layer]
-        known = self.context.layer_of
-        attention = next((one for one in block.modules() if known.get(id(one)) == layer), None)
-        set_current_layer(layer, attention)
-        numbers = sorted(self.context.blocks)
-        at = numbers.index(layer)
-        if at and isinstance(hidden, Tensor) and self.context.keep_hidden is not None:
-            self.context.keep_hidden(numbers[at - 1], hidden)
+        before, attention = self._layer_places[layer]
+        set_current_layer(layer, attention())
+        keep = self.context.keep_hidden
+        if before is not None and isinstance(hidden, Tensor) and keep is not None:
+            keep(before, hidden)
 
     def _position_reader(self, rows: InputRows) -> ReadPosition:
         """Take one row for the next one of the text, where the program keeps keys by itself."""
