@@ -574,7 +574,8 @@ class FoundSession(WatchSession):
         if self._thread != threading.get_ident():
             return False, 0.0
         if self._step is not None:
-            was_left = self.exit_exception_id in errors
+            # No module tells that a loop over its layers was left.
+            was_left = self.exit_exception_id in errors or self._layer_output is not None
             return was_left, self._step.started if was_left else 0.0
         pending = self._pending
         return False, 0.0 if pending is None else pending.context.started

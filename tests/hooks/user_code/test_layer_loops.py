@@ -74,6 +74,8 @@ def logits_of(rows, positions):
         known[n] = k, v
         if "scaled" in sys.argv and n == 1:
             q = 1.5 * q
+        if "left" in sys.argv and (n, q.shape[2], k.shape[2]) == (1, 1, 13):
+            raise ValueError("in the second token")
         out = attend(q, k, v).transpose(1, 2).flatten(2)
         hidden = hidden + own.o_proj(out)
         hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
@@ -97,7 +99,7 @@ def recorded(
     (folder / "loop.py").write_text(loop + textwrap.dedent(script), "utf-8")
     flags = ("--no-ui", "--out", "t.flextrace", "loop.py", *arguments)
     done = run_command("run", *flags, cwd=folder)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == ("left" in arguments), done.stderr
     return open_trace(folder / "t.flextrace"), done.stdout
 
 
@@ -178,3 +180,13 @@ def test_keys_that_no_kernel_call_shows_are_not_judged(tmp_path: Path) -> None:
             (1, [OWN_KEYS.format(step=1)])
         ]
         assert [one.id for one in reader.findings() if one.severity != "note"] == []
+
+
+def test_a_step_that_an_exception_leaves_is_not_recorded(tmp_path: Path) -> None:
+    reader, _ = recorded(tmp_path, DECODE, "left", loop=PARTS)
+    with reader:
+        (generation,) = reader.generations()
+        assert [step.q_len for step in reader.steps(generation.generation)] == [11, 1]
+        (error,) = (row.event for row in reader.events() if row.event.kind == "error")
+        assert (error.step, error.text) == (2, "ValueError: in the second token")
+        assert reader.state == "failed"
