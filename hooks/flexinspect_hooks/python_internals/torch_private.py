@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -206,8 +207,12 @@ def optimizer_step_depth(optimizer: Any) -> int:
 
 @functools.cache
 def _may_nest(optimizer: type) -> bool:
-    """Whether more than one class of an optimizer has a `step`, that of the base class aside."""
-    return sum("step" in one.__dict__ for one in optimizer.__mro__) > 2
+    """Whether more than one class of an optimizer has a `step`, that of the base class aside.
+
+    Torch wraps the `step` of an optimizer's class, also if another class defines it.
+    """
+    steps = [one.__dict__["step"] for one in optimizer.__mro__ if "step" in one.__dict__]
+    return len({inspect.unwrap(step) for step in steps if callable(step)}) > 2
 
 
 def default_store() -> Any:

@@ -73,6 +73,7 @@ class Governor:
             raise UsageError(f"band is {band}, but must be a ratio above 1, such as 1.02 for 2 %.")
         self._band_limit = None if band is None else band - 1.0
         self._costs: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+        self._sums = 0.0, 0.0
         self._known_costs: dict[int, float] = {}
         self._n_within_band = 0
         self._patience = RECOVERY_STEPS
@@ -101,39 +102,50 @@ class Governor:
         self._limit, self._last_index = self._band_limit, len(DETAIL_LEVELS) - 1
         if self._limit is None and level == "basic":
             self._limit, self._last_index = _LIMIT_OF_BASIC, DETAIL_LEVELS.index(SCREENED)
-        self._costs.clear()
+        self._clear()
 
     def on_step(self, own_s: float, wall_s: float) -> tuple[str, str] | None:
         """Add the cost of a step; returns the event of a change of the detail: kind and text."""
         if self._limit is None:
             return None
-        self._costs.append((own_s, wall_s))
+        self._add(own_s, wall_s)
         if len(self._costs) < WINDOW:
             return None
-        own, wall = map(sum, zip(*self._costs, strict=True))
+        own, wall = self._sums
         # Steps of microseconds may take less time than the estimated cost of capture.
         cost = own / max(wall - own, own / 100, 1e-9)
         self._known_costs[self._index] = cost
         is_above = cost > self._limit
         self._n_within_band = 0 if is_above else self._n_within_band + 1
-        dropped, limit = self.detail.text, f"{self._limit:.1%}"
         if is_above and self._index < self._last_index:
+            dropped = self.detail.text
             self._set_index(self._index + 1)
             self._n_reduced += 1
             self._lowest_index = max(self._lowest_index, self._index)
             text = f"Capture took {cost:.1%} of what the last {WINDOW} steps took without it, "
             now = self.detail.text
-            text += f"above the band of {limit}: from now on {now}, instead of {dropped}."
+            text += f"above the band of {self._limit:.1%}: from now on {now}, instead of {dropped}."
             return "detail-reduced", text
         if self._index > self._level_index and self._n_within_band >= self._patience:
             self._set_index(self._index - 1)
             if self._known_costs.get(self._index, 0.0) > self._limit:
                 self._patience *= 2  # it was too expensive before: try less often
             text = f"Capture took {cost:.1%} of what the last steps took without it, within the "
-            text += f"band of {limit}: again {self.detail.text}."
+            text += f"band of {self._limit:.1%}: again {self.detail.text}."
             return "detail-restored", text
         return None
 
+    def _add(self, own_s: float, wall_s: float) -> None:
+        own, wall = self._sums
+        if len(self._costs) == WINDOW:
+            own, wall = own - self._costs[0][0], wall - self._costs[0][1]
+        self._costs.append((own_s, wall_s))
+        self._sums = own + own_s, wall + wall_s
+
     def _set_index(self, at: int) -> None:
         self._index, self._n_within_band = at, 0
+        self._clear()
+
+    def _clear(self) -> None:
         self._costs.clear()
+        self._sums = 0.0, 0.0

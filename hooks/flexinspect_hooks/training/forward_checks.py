@@ -86,6 +86,8 @@ class DropoutCheck:
 
     def end(self) -> list[Failure]:
         """The forward pass has ended; returns what was found."""
+        if self._model is None:
+            return []
         self._patches.close()
         self._model = None
         failures, self._failures = self._failures, []

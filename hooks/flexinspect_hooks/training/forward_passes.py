@@ -102,6 +102,9 @@ class ForwardListener(Protocol):
     def on_backward_pass(self) -> None:
         """A backward pass through the model begins."""
 
+    def on_backward_pass_end(self) -> None:
+        """A backward pass through the model has ended."""
+
     def on_evaluation_begin(self, model: nn.Module, args: Sequence[Any], kwargs: Any) -> None:
         """A forward pass without gradients begins."""
 
@@ -137,6 +140,7 @@ class ForwardWatch:
         self.passes = passes
         self._model = model
         self._listener, self._guarded = listener, guarded
+        self._guarded_gradient = guarded(self._on_output_gradient)
         self.prefix = prefix
         self._outputs: list[tuple[str, nn.Module, Any]] = []
         self._may_release = False  # the first step needs all outputs
@@ -291,8 +295,7 @@ class ForwardWatch:
         main = loss if loss is not None else next(floating_tensors(output), None)
         if main is None:
             return
-        forward.device = str(main.device)
-        kind = main.device.type
+        kind, forward.device = ("cpu", "cpu") if main.is_cpu else _names_of(main.device)
         if torch.is_autocast_enabled(kind):
             forward.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
         value: Any = math.nan
@@ -301,7 +304,7 @@ class ForwardWatch:
             value = loss.detach().clone() if is_remote(loss) else loss.item()
             forward.losses.append(value)
         if main.requires_grad and not main.is_leaf:  # hooks on a parameter would accumulate
-            hook = self._backward_hook(forward, is_loss=loss is not None)
+            hook = partial(self._guarded_gradient, forward, loss is not None)
             main.register_hook(hook)  # type: ignore[no-untyped-call]
         self.own_s += (self._n_released + len(self._outputs)) * HOOK_COST_S
         if self.keeps_stats and is_remote(main):
@@ -340,35 +343,37 @@ class ForwardWatch:
         self._n_kept = self._n_released = 0
         self._inside_s, self._inputs = 0.0, ()
 
-    def _backward_hook(self, forward: StepPasses, *, is_loss: bool) -> Callable[[Tensor], None]:
-        def on_output_gradient(grad: Tensor) -> None:
-            started = time.perf_counter()
-            passes = self.passes
-            self._count(forward)
-            if not is_loss:
-                passes.output_gradient_norms.append(max_abs(grad.detach()))
-            # If one backward pass goes through several forward passes, the first hook is its start.
-            number = torch_private.backward_number()
-            if number == passes.last_backward:
-                return
-            passes.last_backward = number
-            passes.n_backward += 1
-            self._listener.on_backward_pass()
-            if (loss := loop_calls.current_loss()) is not None:
-                value = loss.detach().clone() if is_remote(loss) else loss.item()
-                passes.backward_losses.append(value)
+    def _on_output_gradient(self, forward: StepPasses, is_loss: bool, grad: Tensor) -> None:
+        started = time.perf_counter()
+        passes = self.passes
+        self._count(forward)
+        if not is_loss:
+            passes.output_gradient_norms.append(max_abs(grad.detach()))
+        # If one backward pass goes through several forward passes, the first hook is its start.
+        number = torch_private.backward_number()
+        if number == passes.last_backward:
+            return
+        passes.last_backward = number
+        passes.n_backward += 1
+        self._listener.on_backward_pass()
+        if (loss := loop_calls.current_loss()) is not None:
+            value = loss.detach().clone() if is_remote(loss) else loss.item()
+            passes.backward_losses.append(value)
+        torch_private.call_after_backward(partial(self._on_backward_end, passes, started))
 
-            def on_backward_end() -> None:
-                passes.backward_s += time.perf_counter() - started
+    def _on_backward_end(self, passes: StepPasses, started: float) -> None:
+        passes.backward_s += time.perf_counter() - started
+        self._listener.on_backward_pass_end()
 
-            torch_private.call_after_backward(on_backward_end)
 
-        return self._guarded(on_output_gradient)
+def _names_of(device: torch.device) -> tuple[str, str]:
+    """The kind of a device, and its name."""
+    return device.type, str(device)
 
 
 def loss_of(output: Any) -> Tensor | None:
     """The loss in a model's output: `.loss`, the key "loss", or the output if it is a scalar."""
-    if isinstance(output, Mapping):
+    if isinstance(output, (dict, Mapping)):  # the first is tested faster
         loss = output.get("loss")
     elif isinstance(output, Tensor):
         loss = output if output.dim() == 0 else None  # (1,) may be the prediction of a batch of 1
@@ -502,7 +507,7 @@ class Extremes(Struct, frozen=True):
 
 def is_remote(tensor: Tensor) -> bool:
     """Whether reading a tensor would wait for its device."""
-    return tensor.device.type != "cpu"
+    return not tensor.is_cpu
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -201,7 +201,7 @@ class GradientMeter:
 
     def take_unreached(self) -> list[str]:
         """The parameters that got no gradient in the first backward pass; later none."""
-        if not self._backward_order:
+        if not self._hooked or not self._backward_order:
             return []
         self._order_hooks.close()
         hooked, self._hooked = self._hooked, []

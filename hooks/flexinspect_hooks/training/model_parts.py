@@ -71,7 +71,10 @@ class ModelParts:
     @property
     def own_s(self) -> float:
         """The time spent in hooks since the last `begin_step`, in seconds."""
-        return sum(one.own_s for one in self._watches)
+        spent = 0.0
+        for one in self._watches:
+            spent += one.own_s
+        return spent
 
     @property
     def has_forward(self) -> bool:

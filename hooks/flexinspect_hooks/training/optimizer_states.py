@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 from msgspec import Struct
 from torch import Tensor, nn
@@ -34,6 +34,14 @@ SAMPLE_SIZE = 64  # values of a tensor that are compared
 Key = tuple["weakref.ref[Tensor]", int | None]
 
 
+class Pace(NamedTuple):
+    """What one step adds: to the count of steps, and to the versions of the tensors."""
+
+    n_counted: float
+    counter_version: int
+    version: int
+
+
 class StateSnapshot(Struct, frozen=True):
     """The state of one parameter at one moment."""
 
@@ -45,6 +53,8 @@ class StateSnapshot(Struct, frozen=True):
     """Of the parameter."""
     values: Mapping[str, Tensor] | None = None
     """Samples of the moments, of the parameter ("parameter") and of the gradient ("gradient")."""
+    counter: tuple[Tensor, int | None] | None = None
+    """The tensor that counts the steps, and its version; None if it is a number."""
     is_brief: bool = False
     """Whether the moments were not looked at."""
 
@@ -54,7 +64,39 @@ class StateSnapshot(Struct, frozen=True):
         state = state_of(optimizer, one)
         if not state:
             return None
-        return cls({}, _count(state.get(COUNTER)), version_of(one), is_brief=True)
+        value = state.get(COUNTER)
+        return cls({}, _count(value), version_of(one), counter=_counter(value), is_brief=True)
+
+    def pace_to(self, end: StateSnapshot) -> Pace | None:
+        """What the step between this look and `end` added; None if it cannot be told."""
+        if self.counter is None or end.counter is None or self.counter[0] is not end.counter[0]:
+            return None
+        if self.count is None or end.count is None:
+            return None
+        versions = (self.counter[1], end.counter[1], self.version, end.version)
+        if None in versions:
+            return None
+        before, after, first, last = cast(tuple[int, int, int, int], versions)
+        return Pace(end.count - self.count, after - before, last - first)
+
+    def after(self, n: int, pace: Pace) -> StateSnapshot:
+        """What a look would have found `n` steps later, if each added the same."""
+        count = None if self.count is None else self.count + n * pace.n_counted
+        version = None if self.version is None else self.version + n * pace.version
+        counter = self.counter
+        if counter is not None and counter[1] is not None:
+            counter = counter[0], counter[1] + n * pace.counter_version
+        return StateSnapshot({}, count, version, counter=counter, is_brief=True)
+
+    def is_current_after(
+        self, n: int, pace: Pace, optimizer: Optimizer, parameter: nn.Parameter
+    ) -> bool:
+        """Whether the counter of the steps is what it is `n` steps after this look."""
+        if self.counter is None or self.counter[1] is None:
+            return False
+        tensor, expected = self.counter[0], self.counter[1] + n * pace.counter_version
+        is_same = state_of(optimizer, parameter).get(COUNTER) is tensor
+        return is_same and version_of(tensor) == expected
 
     @classmethod
     def at(
@@ -62,22 +104,22 @@ class StateSnapshot(Struct, frozen=True):
     ) -> StateSnapshot | None:
         """Look at the state of a parameter; None if it has none that is known."""
         moments: dict[str, Key] = {}
-        count = None
+        count = counter = None
         state = state_of(optimizer, one)
         for name, value in state.items():
             if name == COUNTER:
-                count = _count(value)
+                count, counter = _count(value), _counter(value)
             elif name in MOMENTS and isinstance(value, Tensor):
                 moments[name] = (weakref.ref(value), version_of(value))
         if not moments and count is None:
             return None
         if not with_values:
-            return cls(moments, count, version_of(one))
+            return cls(moments, count, version_of(one), counter=counter)
         values = {"parameter": sample(one).clone()}
         if one.grad is not None and not one.grad.is_sparse:
             values["gradient"] = sample(one.grad).clone()
         values |= {name: sample(state[name]).clone() for name in moments}
-        return cls(moments, count, version_of(one), values)
+        return cls(moments, count, version_of(one), values, counter)
 
     def same_moments(self, other: StateSnapshot) -> set[str]:
         """Names of moments that are the same tensor in the same version as in another look."""
@@ -110,6 +152,10 @@ def version_of(tensor: Tensor) -> int | None:
         return tensor_version(tensor)
     except RuntimeError:
         return None
+
+
+def _counter(value: Any) -> tuple[Tensor, int | None] | None:
+    return (value, version_of(value)) if isinstance(value, Tensor) else None
 
 
 def _count(value: Any) -> float | None:

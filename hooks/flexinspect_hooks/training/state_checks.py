@@ -18,7 +18,13 @@ from torch.optim import Optimizer
 from flexinspect.core.text import plural
 from flexinspect_hooks.training.gradient_statistics import NamedParameters, local_part
 from flexinspect_hooks.training.model_checks import Failure
-from flexinspect_hooks.training.optimizer_states import StateSnapshot, sample, state_of, version_of
+from flexinspect_hooks.training.optimizer_states import (
+    Pace,
+    StateSnapshot,
+    sample,
+    state_of,
+    version_of,
+)
 
 N_IN_SUCCESSION = 3  # steps that must fail
 N_WATCHED = 1  # parameter that is looked at in each step
@@ -51,6 +57,30 @@ class _Watched(Struct, eq=False):
     is_certain: bool = True  # that the last restart was none of a program that loads its weights
     is_lost: bool = False  # once, in the middle of the run
 
+    is_unseen: bool = False  # the step that runs: its start was as expected
+    n_unseen: int = 0  # steps since `end`
+    pace: Pace | None = None
+
+    def is_on_pace(self, optimizer: Optimizer) -> bool:
+        """Whether nothing but steps changed the count since the last look."""
+        if self.end is None or self.pace is None or self.n_restarts:
+            return False
+        return self.end.is_current_after(self.n_unseen, self.pace, optimizer, self.parameter)
+
+    def pass_unseen(self, *, is_skipped: bool) -> None:
+        """The step has ended, at whose start the count was as expected."""
+        if not is_skipped:
+            self.n_unseen += 1
+            self.n_seen += 1
+        self.n_still = self.n_left = self.n_stuck = 0
+        self.is_lost = False
+
+    def catch_up(self) -> None:
+        """Let `end` be what it was after the last step."""
+        if self.n_unseen and self.end is not None and self.pace is not None:
+            self.end = self.end.after(self.n_unseen, self.pace)
+        self.n_unseen = 0
+
     def suspect(self) -> None:
         """Compare values in the next steps."""
         if self.may_copy:
@@ -72,6 +102,10 @@ class StateCheck:
             return
         self._has_begun = True
         for one in self._watched:
+            one.is_unseen = is_brief and one.is_on_pace(self._optimizer)
+            if one.is_unseen:
+                continue
+            one.catch_up()
             start = self._snapshot(one, is_brief)
             one.restart, one.is_changed_outside = "", False
             if one.end is not None:
@@ -86,10 +120,16 @@ class StateCheck:
         has_begun, self._has_begun = self._has_begun, False
         if self._optimizer is None or not has_begun:
             return []
-        ends = [self._snapshot(one, is_brief) for one in self._watched]
+        seen = [one for one in self._watched if not one.is_unseen]
+        for one in self._watched:
+            if one.is_unseen:
+                one.pass_unseen(is_skipped=is_skipped)
+        if is_brief and not seen:
+            return []
+        ends = [self._snapshot(one, is_brief) for one in seen]
         judge = self._judge_restarts if is_brief else self._judge
-        failures = [] if is_skipped else judge(number, ends)
-        for one, end in zip(self._watched, ends, strict=True):
+        failures = [] if is_skipped else judge(number, seen, ends)
+        for one, end in zip(seen, ends, strict=True):
             one.end = end
             one.n_snapshots = max(one.n_snapshots - 1, 0)
         if not is_brief:
@@ -185,8 +225,10 @@ class StateCheck:
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def _judge_restarts(self, number: int, ends: Sequence[StateSnapshot | None]) -> list[Failure]:
-        for one, end in zip(self._watched, ends, strict=True):
+    def _judge_restarts(
+        self, number: int, seen: Sequence[_Watched], ends: Sequence[StateSnapshot | None]
+    ) -> list[Failure]:
+        for one, end in zip(seen, ends, strict=True):
             one.is_lost = False
             one.n_still = one.n_left = one.n_stuck = 0
             if one.parameter.grad is None or end is None:
@@ -196,15 +238,18 @@ class StateCheck:
             one.n_seen += 1
         return [*self._restarts(number), *self._losses(number)]
 
-    def _judge(self, number: int, ends: Sequence[StateSnapshot | None]) -> list[Failure]:
+    def _judge(
+        self, number: int, seen: Sequence[_Watched], ends: Sequence[StateSnapshot | None]
+    ) -> list[Failure]:
         is_any_moved = False
-        for one, end in zip(self._watched, ends, strict=True):
+        for one, end in zip(seen, ends, strict=True):
             one.is_lost = False
             if one.parameter.grad is None or end is None:
                 one.n_restarts = one.n_still = one.n_left = one.n_stuck = 0
                 continue
             self._count_restarts(one)
             self._count_stuck(one, end)
+            one.pace = None if one.start is None else one.start.pace_to(end)
             is_still = self._is_still(one, end)
             has_moved = _has_moved(one.start, end)
             is_any_moved |= has_moved is True and is_still is False

@@ -6,8 +6,7 @@ The rule `training_checks` turns the events into findings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,8 +56,6 @@ N_WITHOUT_GRADIENT = 3  # first steps without a gradient: the first may only app
 MIN_TRAINING_MODE_LOSSES = 2  # without gradients, which are an evaluation without eval()
 N_WITHOUT_LABELS = 2  # first losses without any label
 
-Guard = Callable[[Callable[..., None]], Callable[..., None]]
-
 
 class StepChecks:
     """The checks of one training; `take` returns the events of those that failed since."""
@@ -84,11 +81,6 @@ class StepChecks:
         self._without_gradient = 0  # steps, -1 after one with a gradient
         self._modes: set[bool] = set()  # of the models in the forward passes of the step
         self._was_in_training_mode = False
-
-    def install(self, hooks: ExitStack, guarded: Guard) -> None:
-        """Let `hooks` remove what the checks register."""
-        self._clearing.begin(hooks, guarded)
-        hooks.callback(self.on_forward_end)
 
     def take(self) -> list[Note]:
         """The events since the last call."""
@@ -161,6 +153,16 @@ class StepChecks:
         self._n_backward += 1
         if number < N_FIRST_STEPS:
             self._means.on_backward(loss)
+
+    def on_backward_pass(self, *, is_measured: bool) -> None:
+        """A backward pass through the model begins, of a step that is measured or not."""
+        self._clearing.is_scaled = is_loss_scaled()
+        if is_measured:
+            self._clearing.before_backward()
+
+    def on_backward_pass_end(self) -> None:
+        """A backward pass through the model has ended, of a step that is measured."""
+        self._clearing.after_backward()
 
     def on_cut_checkpoint(self, function: Any, number: int) -> None:
         """A reentrant checkpoint runs, of which no input requires gradients."""
@@ -348,8 +350,8 @@ class StepChecks:
 class ClearingCheck:
     """Whether somebody clears the gradients between two steps, by one small parameter.
 
-    Two hooks compare its gradient at the start of a backward pass with what it was when the last
-    step or backward pass ended: the same memory in the same version was not cleared.
+    Its gradient at the start of a backward pass is compared with what it was when the last step or
+    backward pass ended: the same memory in the same version was not cleared.
     """
 
     def __init__(self) -> None:
@@ -358,12 +360,9 @@ class ClearingCheck:
         """Whether the last backward pass began with a loss that a scaler scaled."""
         self._parameter: nn.Parameter | None = None
         self._known: tuple[int, int | None] | None = None
-        self._is_cleared = True
+        self._at_begin: tuple[int, int | None] | None = None
+        self._is_cleared = self._was_cleared = True
         self._n_backward = self._n_value_checks = 0
-
-    def begin(self, hooks: ExitStack, guarded: Guard) -> None:
-        """Keep where hooks are registered."""
-        self._hooks, self._guarded = hooks, guarded
 
     def choose(self, trained: NamedParameters) -> None:
         """Choose the smallest parameter that has a gradient, once."""
@@ -374,37 +373,31 @@ class ClearingCheck:
             return
         one = min(dense, key=lambda o: o.parameter.numel())
         self.name, self._parameter = one.name, one.parameter
-        parameter: Any = one.parameter
-        before = parameter.register_hook(self._guarded(self._before_accumulation))
-        add = parameter.register_post_accumulate_grad_hook
-        after = add(self._guarded(self._after_accumulation))
-        for handle in (before, after):
-            self._hooks.callback(handle.remove)
 
     def _state(self) -> tuple[int, int | None] | None:
         grad = None if self._parameter is None else self._parameter.grad
         return None if grad is None else (grad.data_ptr(), tensor_version(grad))
 
-    def _before_accumulation(self, _: Tensor) -> None:
-        self._n_backward += 1
-        self.is_scaled = is_loss_scaled()
-        if self._is_cleared:
-            return
+    def before_backward(self) -> None:
+        """A backward pass begins."""
         state, parameter = self._state(), self._parameter
-        if state is None or state != self._known:
-            self._is_cleared = True
-        elif self._n_value_checks < MAX_VALUE_CHECKS and parameter is not None:
+        self._at_begin, self._was_cleared = state, True
+        if self._is_cleared or state is None or state != self._known:
+            return
+        if self._n_value_checks < MAX_VALUE_CHECKS and parameter is not None:
             self._n_value_checks += 1
             # Its version does not show what is done through `.data`.
             grad = parameter.grad
-            self._is_cleared = grad is not None and not bool(grad.any())
-            if self._is_cleared:
+            self._was_cleared = grad is not None and not bool(grad.any())
+            if self._was_cleared:
                 self._n_value_checks = MAX_VALUE_CHECKS
-        else:
-            self._is_cleared = True  # unknown
 
-    def _after_accumulation(self, _: Tensor) -> None:
-        self._known = self._state()
+    def after_backward(self) -> None:
+        """A backward pass has ended; one that did not reach the parameter tells nothing."""
+        state = self._state()
+        if state != self._at_begin:
+            self._n_backward += 1
+            self._is_cleared, self._known = self._was_cleared, state
 
     def was_not_cleared(self) -> bool:
         """Whether backward passes since the last step only added to its gradients."""

@@ -60,7 +60,7 @@ from flexinspect_hooks.training.torch_calls import ClippingNorms
 
 T = TypeVar("T")
 RECORD_KINDS = (imported.TRAINING, imported.EVENTS, imported.MEMORY, imported.STATISTICS)
-N_TOGETHER, MAX_DELAY_S = 4, 0.5  # light steps that are written together, and how late at most
+N_TOGETHER, MAX_DELAY_S = 8, 0.5  # light steps that are written together, and how late at most
 MAX_UNWRITTEN_STEPS = 16  # that may wait until something waits for the device anyway
 LINGER_S = 0.5  # delay of a commit: a training step takes longer than a decode step
 
@@ -100,6 +100,7 @@ class TrainingSession:
         self._forwards = ModelParts(model, self._watch_part)
         self._evaluations = EvaluationPasses()
         self._checks = StepChecks(self._meter, optimizer)
+        self._on_backward = self._guarded(self._checks.on_backward)
         self._order = CallOrder()
         self._ranks = LiveRanks(model, self._generation, lambda: self._meter.groups)
         self._records = TrainingRecords(self._ranks)
@@ -139,7 +140,7 @@ class TrainingSession:
             before, after = map(hide_from_compiler, hooks)
             self._hooks.enter_context(self._optimizer.register_step_pre_hook(before))
             self._hooks.enter_context(self._optimizer.register_step_post_hook(after))
-        self._checks.install(self._hooks, self._guarded)
+        self._hooks.callback(self._checks.on_forward_end)
         self._hooks.enter_context(torch_calls.observe_training(self))
         if self._collectives is not None:
             self._hooks.enter_context(observe_collectives(self._collectives))
@@ -377,7 +378,7 @@ class TrainingSession:
     def on_backward(self, loss: Tensor) -> None:
         """The program calls `backward` on a loss."""
         if self._forwards.has_forward:
-            self._guarded(self._checks.on_backward)(loss, self._current.number)
+            self._on_backward(loss, self._current.number)
 
     def on_cut_checkpoint(self, function: Any) -> None:
         """A reentrant checkpoint runs, of which no input requires gradients."""
@@ -428,6 +429,12 @@ class TrainingSession:
     def on_backward_pass(self) -> None:
         """A backward pass begins."""
         self._order.add("backward")
+        self._checks.on_backward_pass(is_measured=self._current.is_measured)
+
+    def on_backward_pass_end(self) -> None:
+        """A backward pass has ended."""
+        if self._current.is_measured:
+            self._checks.on_backward_pass_end()
 
     def on_outputs(self, outputs: ModuleOutputs) -> None:
         """A forward pass has returned, and its modules have returned `outputs`."""
@@ -543,10 +550,9 @@ class TrainingSession:
     def _flush(self) -> None:
         """Stop waiting for the newest step's loss; write the steps that need not wait for a GPU."""
         waiting, self._awaiting_loss = self._awaiting_loss, None
-        if waiting is not None:
-            self._unwritten.append(waiting)
-        if not self._unwritten:
+        if waiting is None:
             return
+        self._unwritten.append(waiting)
         is_full = len(self._unwritten) > MAX_UNWRITTEN_STEPS
         if is_full or (self._is_due() and not any(one.needs_wait() for one in self._unwritten)):
             self._write()
