@@ -158,6 +158,17 @@ def test_a_screen_compares_a_norm_with_those_before() -> None:
     assert screen.is_suspicious(parameters(torch.ones(4, 4), torch.full((4,), math.inf)), 8)
 
 
+def test_a_screen_reads_gradients_of_any_layout_in_memory() -> None:
+    screen = GradientScreen()
+    for step in range(6):
+        assert not screen.is_suspicious(parameters(torch.ones(2, 3, 4, 4)), step)
+    strided = torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    assert not strided.is_contiguous()
+    assert not screen.is_suspicious(parameters(strided), 6)
+    assert screen.is_suspicious(parameters(strided * math.nan), 7)
+    assert screen.is_suspicious(parameters(torch.full((5,), math.nan, dtype=torch.float64)), 8)
+
+
 @pytest.mark.parametrize(
     "gradient",
     [torch.eye(4).to_sparse(), torch.ones(4, dtype=torch.complex64), torch.ones(0)],
