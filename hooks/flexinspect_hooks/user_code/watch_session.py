@@ -34,6 +34,7 @@ from flexinspect.rules.numerics.changed_weights import CHANGED_EVENT
 from flexinspect.rules.numerics.unmet_configuration import UNMET_EVENT
 from flexinspect.rules.text.generate_options import GENERATE_EVENT, INITIALISED_EVENT
 from flexinspect.rules.text.generated_length import LENGTH_EVENT
+from flexinspect.rules.text.sampled_otherwise import SAMPLED_EVENT
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.failure_facts import failure_facts
@@ -43,6 +44,7 @@ from flexinspect_hooks.capture.step_clock import StepContext, cached_length, off
 from flexinspect_hooks.generate_calls.generate_call import generate_facts
 from flexinspect_hooks.generate_calls.generate_checks import GenerateChecks
 from flexinspect_hooks.generate_calls.processor_trials import own_processors
+from flexinspect_hooks.generate_calls.sampled_rows import SampledRows, observe_samples
 from flexinspect_hooks.generate_calls.state_between_calls import KeptStates
 from flexinspect_hooks.observers.attention.attention_hook import UNSEEN_LAYERS
 from flexinspect_hooks.observers.attention.kernel_calls import set_unrecorded
@@ -133,7 +135,7 @@ class WatchSession(CaptureSession):
         self._prompt: Tensor | None = None
         self._told: dict[str, Any] | None = None  # of the call of `generate`
         self._recorded_place: tuple[int | None, int | None] = (None, None)  # of `recorded_error`
-        self._kept_states = KeptStates()
+        self._kept_states, self._samples = KeptStates(), SampledRows()
         self._asked: int | None = None
         self._n_prompt = 0
 
@@ -298,6 +300,8 @@ class WatchSession(CaptureSession):
             self._step_unread(error)
             return
         self._step, self._is_broken = None, False
+        if self.level != "basic":
+            self._samples.on_forward(step.step, row)
         ended = time.perf_counter()
         step.capture_s += ended - started
         step.wall_ms = (ended - step.started) * 1e3
@@ -314,8 +318,10 @@ class WatchSession(CaptureSession):
         step, input_tokens = finished.context, finished.tokens
         if now is not None:
             step.wall_ms = (now - step.started) * 1e3
-        if rows is not None and rows.has_ids and row is not None:
-            reduce_chosen(row, rows.newest_id(), finished.buffer)
+        if rows is not None and rows.has_ids:
+            self._samples.on_token(step.step, rows.newest_id)
+            if row is not None:
+                reduce_chosen(row, rows.newest_id(), finished.buffer)
 
         def tokens() -> tuple[TokenRecord, ...]:
             chosen = builder.append_tokens(rows, pos, step.step) if rows is not None else ()
@@ -342,6 +348,11 @@ class WatchSession(CaptureSession):
         if pending is not None and not reason:
             reason = "no forward received the token that the last step chose, so it is not known"
         self._finish_step(None, 0)
+        if found := self._samples.take([one.token_id for one in builder.record.tokens]):
+            text = "The program samples from other probabilities than those of its model."
+            place = builder.record.generation, found["step"]
+            event = EventRecord(SAMPLED_EVENT, text, time.time(), *place, found)
+            self.recorder.put_event(event, self._rule_runner)
         self._builder, self._is_broken, ended_at = None, False, time.time()
         self.recorder.put(lambda: builder.end(state, reason, ended_at))
 
@@ -412,6 +423,10 @@ class WatchSession(CaptureSession):
         if self.prints and sentence not in self._printed:
             self._printed.add(sentence)
             print_message(sentence)
+
+    def watch_samples(self) -> None:
+        """Look at the probabilities from which the program samples."""
+        self._removes += [(None, restore) for restore in observe_samples(self._samples)]
 
     # -- a call of generate ----------------------------------------------------------------------
 

@@ -299,6 +299,7 @@ class Watch(WatchedTrace[WatchSession]):
             session.context.evidence = store
         session.__enter__()
         session.watch_generate()
+        session.watch_samples()
         put, action = session.recorder.put, None
         if self._is_controlled:
             levels = SessionLevels(session.level, ",".join(map(str, session.context.layers)))

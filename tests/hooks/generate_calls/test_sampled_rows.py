@@ -1,0 +1,200 @@
+"""Samples that are drawn from other probabilities than those of the logits are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.planting import of, one, planted
+from support.tiny import ids, make_model
+from torch import Tensor, nn
+
+Sampler = Callable[[Tensor], Tensor]
+"""From the newest logits (vocabulary,) to a token (1,)."""
+SIZE = 96  # of the vocabulary
+
+
+def model(spread: float = 0.4) -> Any:
+    """Return a tiny model whose logits differ as those of a trained one do."""
+    torch.manual_seed(0)
+    tiny = make_model("llama", vocab_size=SIZE, tie_word_embeddings=False)
+    nn.init.normal_(tiny.lm_head.weight, std=spread)
+    return tiny
+
+
+def sampled(tmp_path: Path, sample: Sampler, n: int = 8, **watch: Any) -> list[Any]:
+    """Generate in a loop of its own with a sampler, and return the findings about it."""
+    tiny = model()
+
+    def loop() -> None:
+        torch.manual_seed(5)
+        tokens = torch.tensor([ids(9, 1)]) % SIZE
+        cache = None
+        with torch.no_grad():
+            for _ in range(n):
+                out = tiny(tokens, past_key_values=cache, use_cache=True)
+                cache, tokens = out.past_key_values, sample(out.logits[0, -1])[None]
+
+    return of(planted(tmp_path, tiny, loop, **watch), "generate.sampled-otherwise")
+
+
+def drawn(probabilities: Tensor) -> Tensor:
+    return torch.multinomial(probabilities, 1)
+
+
+def top_p(logits: Tensor, *, is_right: bool, p: float = 0.8, temperature: float = 0.9) -> Tensor:
+    logits = logits / temperature
+    values, order = logits.sort(descending=True)
+    sums = values.softmax(-1).cumsum(-1)
+    removed = sums - values.softmax(-1) > p
+    flags = torch.zeros_like(removed)
+    flags = flags.scatter(0, order, removed) if is_right else removed.gather(0, order)
+    return drawn(logits.masked_fill(flags, -torch.inf).softmax(-1))
+
+
+def sorted_top_p(logits: Tensor, *, is_right: bool) -> Tensor:
+    values, order = logits.softmax(-1).sort(descending=True)
+    values[values.cumsum(-1) - values > 0.9] = 0
+    place = drawn(values / values.sum())
+    return order[place] if is_right else place
+
+
+def best_20(logits: Tensor, *, is_right: bool) -> Tensor:
+    values, order = logits.topk(20)
+    place = drawn(values.softmax(-1))
+    return order[place] if is_right else place
+
+
+def test_a_top_p_that_maps_its_flags_by_the_wrong_permutation_is_named(tmp_path: Path) -> None:
+    (found,) = sampled(tmp_path, lambda logits: top_p(logits, is_right=False))
+    assert "keeps as many tokens as top-p 0.8 does, but other ones: of the " in found.sentence
+    assert "most probable (" in found.sentence
+
+
+@pytest.mark.parametrize("sampler", [sorted_top_p, best_20])
+def test_places_that_are_fed_as_tokens_are_named(tmp_path: Path, sampler: Any) -> None:
+    (found,) = sampled(tmp_path, lambda logits: sampler(logits, is_right=False))
+    assert "torch.multinomial draws a place among the" in found.sentence
+    assert "and fed token" in found.sentence
+
+
+def test_a_second_softmax_is_named(tmp_path: Path) -> None:
+    (found,) = sampled(tmp_path, lambda logits: drawn(logits.softmax(-1).softmax(-1)))
+    assert "are a softmax of a softmax: in step 0 the best token" in found.sentence
+
+
+def test_a_second_softmax_after_a_temperature_is_named(tmp_path: Path) -> None:
+    (found,) = sampled(tmp_path, lambda logits: drawn((logits / 0.7).softmax(-1).softmax(-1)))
+    assert "softmax of a softmax" in found.sentence
+
+
+def test_probabilities_that_fall_with_the_logits_are_named(tmp_path: Path) -> None:
+    (found,) = sampled(tmp_path, lambda logits: drawn((-logits).softmax(-1)))
+    assert "fall with the logits: from step 0 on" in found.sentence
+
+
+def test_logits_of_the_step_before_are_named(tmp_path: Path) -> None:
+    last: list[Tensor] = []
+
+    def late(logits: Tensor) -> Tensor:
+        before = last.pop() if last else logits
+        last.append(logits)
+        return drawn(before.softmax(-1))
+
+    (found,) = sampled(tmp_path, late)
+    assert "from which step 1 and the following ones sample" in found.sentence
+
+
+def test_a_wrong_top_k_is_named(tmp_path: Path) -> None:
+    def other_k(logits: Tensor) -> Tensor:
+        ranks = logits.argsort(descending=True)  # the rank of each token is argsort of this
+        return drawn(logits.masked_fill(ranks >= 12, -torch.inf).softmax(-1))
+
+    (found,) = sampled(tmp_path, other_k)
+    assert "keeps as many tokens as top-k with k = 12 does, but other ones" in found.sentence
+
+
+def penalized(logits: Tensor) -> Tensor:
+    moved = logits.clone()
+    moved[torch.tensor(ids(9, 1)) % SIZE] -= 3.0
+    return drawn((moved / 0.8).softmax(-1))
+
+
+def of_a_grammar(logits: Tensor) -> Tensor:
+    allowed = torch.zeros(SIZE, dtype=torch.bool)
+    allowed[int(logits.argmax()) % 7 :: 7] = True
+    return drawn(logits.masked_fill(~allowed, -torch.inf).softmax(-1))
+
+
+def guided(logits: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    other = logits + torch.randn(SIZE, generator=generator)
+    return drawn((logits + 1.5 * (logits - other)).softmax(-1))
+
+
+def often_the_best(logits: Tensor) -> Tensor:
+    mixed = torch.full((SIZE,), 0.3 / SIZE)
+    mixed[logits.argmax()] += 0.7
+    return drawn(mixed)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda logits: drawn(logits.softmax(-1)),
+        lambda logits: drawn((logits / 1.4).softmax(-1)),
+        lambda logits: drawn((logits / 500).softmax(-1)),
+        lambda logits: drawn(logits.to(torch.bfloat16).softmax(-1)),
+        lambda logits: torch.distributions.Categorical(logits=logits).sample()[None],
+        lambda logits: top_p(logits, is_right=True),
+        lambda logits: sorted_top_p(logits, is_right=True),
+        lambda logits: best_20(logits, is_right=True),
+        penalized,
+        of_a_grammar,
+        guided,
+        often_the_best,
+        lambda logits: logits.softmax(-1).multinomial(1),
+    ],
+)
+def test_right_samples_and_those_that_may_be_meant_are_not_reported(
+    tmp_path: Path, sampler: Sampler
+) -> None:
+    assert sampled(tmp_path, sampler, n=10) == []
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.8}, {"top_k": 9}, {"min_p": 0.05}, {}])
+def test_samples_of_generate_are_not_reported(tmp_path: Path, options: dict[str, Any]) -> None:
+    tiny = model()
+    prompt = torch.tensor([ids(9, 1)]) % SIZE
+
+    def run() -> None:
+        torch.manual_seed(1)
+        tiny.generate(prompt, max_new_tokens=10, do_sample=True, repetition_penalty=1.3, **options)
+
+    assert of(planted(tmp_path, tiny, run), "generate.sampled-otherwise") == []
+
+
+def test_a_processor_of_generate_that_keeps_other_tokens_is_named(tmp_path: Path) -> None:
+    tiny = model(0.2)
+    prompt = torch.tensor([ids(9, 1)]) % SIZE
+
+    def wrong(_: Tensor, scores: Tensor) -> Tensor:
+        values, order = scores.sort(descending=True)
+        removed = values.softmax(-1).cumsum(-1) - values.softmax(-1) > 0.7
+        return scores.masked_fill(removed.gather(1, order), -torch.inf)
+
+    def run() -> None:
+        torch.manual_seed(1)
+        tiny.generate(prompt, max_new_tokens=8, do_sample=True, top_k=0, logits_processor=[wrong])
+
+    found = one(planted(tmp_path, tiny, run), "generate.sampled-otherwise")
+    assert "as top-p 0.7 does" in found.sentence
+
+
+def test_level_basic_looks_at_no_sample_and_the_functions_are_restored(tmp_path: Path) -> None:
+    before = torch.multinomial, torch.Tensor.multinomial
+    assert sampled(tmp_path, lambda logits: drawn((-logits).softmax(-1)), level="basic") == []
+    assert (torch.multinomial, torch.Tensor.multinomial) == before
