@@ -356,7 +356,7 @@ class ForwardWatch:
         passes.last_backward = number
         passes.n_backward += 1
         self._listener.on_backward_pass()
-        if (loss := loop_calls.current_loss()) is not None:
+        if not passes.losses and (loss := loop_calls.current_loss()) is not None:
             value = loss.detach().clone() if is_remote(loss) else loss.item()
             passes.backward_losses.append(value)
         torch_private.call_after_backward(partial(self._on_backward_end, passes, started))

@@ -141,6 +141,30 @@ class LayerLoops:
         return ids if ids.shape == hidden.shape[:2] else None
 
 
+class BaseModels:
+    """Finds the model with output embeddings whose base model a program calls itself."""
+
+    def __init__(self, made: Made) -> None:
+        self._made = made
+        self._owners: WeakKeyDictionary[nn.Module, weakref.ref[nn.Module] | None]
+        self._owners = WeakKeyDictionary()
+
+    def owner_of(self, model: nn.Module) -> nn.Module | None:
+        """Return the owner of a base model, None for any other model."""
+        if model not in self._owners:
+            owners = (one for one in self._made() if _is_owner(one, model))
+            owner = next(owners, None)
+            self._owners[model] = None if owner is None else weakref.ref(owner)
+        found = self._owners[model]
+        return None if found is None else found()
+
+
+def _is_owner(owner: Any, model: nn.Module) -> bool:
+    is_base = owner is not model and getattr(owner, "base_model", None) is model
+    has_encoder = bool(getattr(getattr(owner, "config", None), "is_encoder_decoder", False))
+    return is_base and not has_encoder and output_embeddings(owner) is not None
+
+
 def output_embeddings(model: Any) -> nn.Module | None:
     """Return the module that computes logits, None for a model without one."""
     with suppress(NotImplementedError, AttributeError):

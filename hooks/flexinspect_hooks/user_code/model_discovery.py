@@ -49,7 +49,7 @@ from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.sessions.capture_session import capture_cost
 from flexinspect_hooks.user_code.compiled_hooks import CompiledHooks
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, parse_segments
-from flexinspect_hooks.user_code.layer_loops import LayerLoops, on_logits
+from flexinspect_hooks.user_code.layer_loops import BaseModels, LayerLoops, on_logits
 from flexinspect_hooks.user_code.program import end_state
 from flexinspect_hooks.user_code.step_tracking import ReadPosition, StepPlace
 from flexinspect_hooks.user_code.watch_session import HOOKS_REMOVED, WatchSession
@@ -67,6 +67,10 @@ LAYER_LOOP_EVENT = "layer-loop"
 LAYER_LOOP = (
     "The program calls the decoder layers, or their parts, itself: a step begins with the first "
     "one, and its logits are what the output embeddings return."
+)
+BASE_MODEL = (
+    "The program calls the base model and the output embeddings itself: a step begins with the "
+    "base model, and its logits are what the output embeddings return."
 )
 
 MAX_HOOK_RESTORES = 16
@@ -103,6 +107,7 @@ class ModelFinder:
         self.made = MadeWeights()
         self._layer_loops = LayerLoops(self.made.models, self._find_untrained, self.local)
         self.made.on_made.append(self._layer_loops.follow)
+        self._base_models = BaseModels(self.made.models)
         self._trainings: Any = None
         """The `TrainingFinder`, which is above this package; None before the first optimizer."""
         run.attach_recorder(self.recorder)
@@ -117,6 +122,21 @@ class ModelFinder:
         local, find, set_compiler = self.local, self._find, torch_private.frame_compiler_setter()
         compiled_hooks = CompiledHooks()
 
+        def call_base(owner: nn.Module, model: nn.Module, args: Any, kwargs: Any) -> Any:
+            """Call a model whose output goes to the output embeddings of its `owner`."""
+            session = find(owner)
+            if session is None:
+                return nn.Module.__call__(model, *args, **kwargs)
+            session.begin_in_base(args, kwargs)
+            try:
+                output = nn.Module.__call__(model, *args, **kwargs)
+            except BaseException as error:
+                session.exit_exception_id = id(error)
+                strip_own_frames(error)
+                raise
+            session.end_base(output)
+            return output
+
         @functools.wraps(nn.Module.__call__)
         def call(model: Any, /, *args: Any, **kwargs: Any) -> Any:
             # Inside another model's forward the model is a part of that one, and a compiled graph
@@ -129,6 +149,9 @@ class ModelFinder:
             try:
                 compiler = set_compiler(None)  # dynamo must not compile `_find`
                 try:
+                    owner = self._base_models.owner_of(model)
+                    if owner is not None and not callable(compiler) and not _is_compiled(model):
+                        return call_base(owner, model, args, kwargs)
                     session = find(model)
                     is_graph = callable(compiler) or _is_compiled(model)
                     if session is not None and is_graph:
@@ -450,6 +473,20 @@ class FoundSession(WatchSession):
         """
         if part and self._layer_output is not None and self._first_part != part:
             return
+        self._open_in_layer(arguments, part, LAYER_LOOP)
+
+    def begin_in_base(self, args: Any, kwargs: Any) -> None:
+        """Open a step whose base model the program calls, and then the output embeddings."""
+        self._open_in_layer(self._names(args, kwargs), "", BASE_MODEL)
+
+    def end_base(self, output: Any) -> None:
+        """Note that the base model has returned `output`, which the output embeddings may get."""
+        if self._layer_output is not None:
+            cache = getattr(output, "past_key_values", None)
+            if cache is not None:
+                self._layer_output.past_key_values = cache
+
+    def _open_in_layer(self, arguments: dict[str, Any], part: str, text: str) -> None:
         self._end_in_layer(None)
         is_first = self._first_part is None
         if is_first:
@@ -466,7 +503,7 @@ class FoundSession(WatchSession):
             if part:
                 self.enter_layer(min(self.context.blocks), None)
             if is_first:
-                self._step.events.append((LAYER_LOOP_EVENT, LAYER_LOOP))
+                self._step.events.append((LAYER_LOOP_EVENT, text))
 
     def _watch_parts(self, part: str) -> None:
         """Note when the later layers begin: `part` is the name of the part that is called first."""

@@ -10,7 +10,7 @@ from support.warm_python import run_command
 
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect_hooks.audit.evidence import OWN_KEYS
-from flexinspect_hooks.user_code.model_discovery import LAYER_LOOP_EVENT
+from flexinspect_hooks.user_code.model_discovery import BASE_MODEL, LAYER_LOOP_EVENT
 
 LOOP = f"""
 import sys
@@ -190,3 +190,64 @@ def test_a_step_that_an_exception_leaves_is_not_recorded(tmp_path: Path) -> None
         (error,) = (row.event for row in reader.events() if row.event.kind == "error")
         assert (error.step, error.text) == (2, "ValueError: in the second token")
         assert reader.state == "failed"
+
+
+BASE = f"""
+import sys
+sys.path.insert(0, {str(TESTS)!r})
+import torch
+from support.tiny import ids, make_model
+model = make_model("llama", num_hidden_layers=2)
+cache = None
+
+@torch.no_grad()
+def logits_of(rows, positions):
+    global cache
+    if "shifted" in sys.argv and cache is not None:
+        positions = positions + 1
+    out = model.model(rows, position_ids=positions, past_key_values=cache, use_cache=True)
+    cache = out.past_key_values
+    return model.lm_head(out.last_hidden_state[:, -1])
+
+"""
+
+
+def test_a_base_model_and_its_output_embeddings_are_one_generation(tmp_path: Path) -> None:
+    reader, printed = recorded(tmp_path, DECODE, loop=BASE)
+    with reader:
+        (generation,) = reader.generations()
+        steps = [reader.record(generation.generation, n) for n in range(4)]
+        assert [(step.q_len, step.kv_before) for step in steps] == [
+            (11, 0),
+            (1, 11),
+            (1, 12),
+            (1, 13),
+        ]
+        assert all(step.logits is not None for step in steps)
+        chosen = [one.token_id for one in reader.tokens(generation.generation)][11:]
+        assert str(chosen)[:-1] in printed
+        events = [row.event for row in reader.events()]
+        assert [e.text for e in events if e.kind == LAYER_LOOP_EVENT] == [BASE_MODEL]
+        assert any("4 steps, 14 rows agree" in event.text for event in events)
+        assert [one.id for one in reader.findings() if one.severity != "note"] == []
+
+
+def test_a_fault_of_a_base_model_is_named(tmp_path: Path) -> None:
+    reader, _ = recorded(tmp_path, DECODE, "shifted", loop=BASE)
+    with reader:
+        assert "positions.jump" in [one.id for one in reader.findings()]
+
+
+def test_a_base_model_alone_is_recorded_without_logits(tmp_path: Path) -> None:
+    script = """
+    rows = torch.tensor([ids(11, 3)])
+    with torch.no_grad():
+        print(model.model(rows).last_hidden_state.shape)
+        print(model(rows).logits.shape)
+    """
+    reader, _ = recorded(tmp_path, script, loop=BASE)
+    with reader:
+        first, second = (reader.record(one.generation, 0) for one in reader.generations())
+        assert (first.logits, first.q_len) == (None, 11)
+        assert second.logits is not None
+        assert [one.id for one in reader.findings() if one.severity != "note"] == []
