@@ -82,6 +82,14 @@ class LayerLoops:
             if not torch.compiler.is_compiling():
                 self._thread.in_layer = False
 
+        def on_rotary(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not torch.compiler.is_compiling() and not self._is_inside:
+                self._thread.positions = kwargs.get("position_ids", next(iter(args[1:2]), None))
+
+        rotary = getattr(getattr(model, "base_model", None), "rotary_emb", None)
+        if isinstance(rotary, nn.Module):
+            handle = rotary.register_forward_pre_hook(on_rotary, with_kwargs=True)
+            self._removes.append(handle.remove)
         self._removes.append(embedding.register_forward_pre_hook(on_embedding).remove)
         self._removes.append(first.register_forward_pre_hook(on_layer, with_kwargs=True).remove)
         self._removes.append(first.register_forward_hook(after_layer, always_call=True).remove)
@@ -119,6 +127,9 @@ class LayerLoops:
         arguments = {"input_ids": self._ids_of(hidden), "inputs_embeds": hidden}
         for name in ("position_ids", "past_key_values"):
             arguments[name] = kwargs.get(name)
+        positions = self._positions_of(hidden)
+        if arguments["position_ids"] is None:
+            arguments["position_ids"] = positions
         session.begin_in_layer({n: one for n, one in arguments.items() if one is not None}, part)
 
     def _owner_of(self, layer: nn.Module) -> nn.Module | None:
@@ -139,6 +150,13 @@ class LayerLoops:
             return None
         ids = ids[None] if ids.dim() == 1 else ids
         return ids if ids.shape == hidden.shape[:2] else None
+
+    def _positions_of(self, hidden: Tensor) -> Tensor | None:
+        """Return the positions for which angles were computed last, (batch, rows), if they fit."""
+        known, self._thread.positions = getattr(self._thread, "positions", None), None
+        if not isinstance(known, Tensor) or known.is_floating_point() or known.dim() != 2:
+            return None
+        return known if known.shape[1] == hidden.shape[1] else None
 
 
 class BaseModels:
