@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,11 @@ import torch.nn.functional as F
 import transformers
 from msgspec import Struct
 from torch import Tensor
+from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import flexinspect
+from flexinspect_hooks.python_internals.patching import patch
 
 QUESTIONS = (
     "A company in the Czech Republic registers its homepage under which suffix?",
@@ -134,14 +136,22 @@ class BrokenRunSetup(Struct, dict=True):
             input_ids = torch.argmax(self.model(input_ids, **options).logits[:, -1:], -1)
 
     @contextmanager
-    def recorded(self, **declared: Any) -> Iterator[None]:
-        """Record what runs inside. Unless declared otherwise, the wordings are isolated."""
+    def recorded(self, *, is_traced: bool = False, **declared: Any) -> Iterator[None]:
+        """Record what runs inside. Unless declared otherwise, the wordings are isolated.
+
+        With `is_traced`, dynamo traces uncompiled FlexAttention, as it does for a user. Here that
+        would take longer than all forwards of a run, because each has masks of its own.
+        """
         declared = {"segments": self.spans, "mask": "segment-isolation", **declared}
+        flag = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
+        restore = patch(flex_module, flag, not is_traced)
         with (
+            ExitStack() as stack,
             warnings.catch_warnings(),
             torch.no_grad(),
             flexinspect.watch(self.model, self.tokenizer, out=self.out, **declared),
         ):
+            stack.callback(restore)
             warnings.simplefilter("ignore")
             yield
 

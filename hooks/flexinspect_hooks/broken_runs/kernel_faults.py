@@ -41,7 +41,7 @@ def graph_every_step(setup: BrokenRunSetup, *, repaired: bool) -> None:
         return create_block_mask(mask_mod, None, None, n_rows, n_keys, device="cpu")
 
     setup.register_attention(common.causal, make_mask=None if repaired else make_mask)
-    with setup.recorded(segments=[], mask=None):
+    with setup.recorded(is_traced=True, segments=[], mask=None):
         setup.generate(max_new_tokens=8)
 
 
