@@ -27,6 +27,7 @@ NO_NOTES = (
     *("phase", "error", "source", "recompute-check", "audit", "evaluation", "training-check"),
     *(CALLS_EVENT, PARAMETERS_EVENT, "generate", "kernel-options"),
     *("kept-state", "penalty-sign", "processor-rows", "sampled-otherwise"),
+    "cache-origins",
     "stopping-rows",
 )
 """Kinds of events that are no notes of a summary."""

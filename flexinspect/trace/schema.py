@@ -285,7 +285,7 @@ STREAM_FORMS: Mapping[str, tuple[str, int]] = {
     **dict.fromkeys(("attention.lse", "attention.entropy", "attention.slots"), ("f", 2)),
     "logits.row": ("f", 1),
     **dict.fromkeys(("inputs.ids", "inputs.positions"), ("iu", 2)),
-    "inputs.mask": ("b", 2),
+    **dict.fromkeys(("inputs.mask", "inputs.seen"), ("b", 2)),
     **dict.fromkeys(("q", "k", "v"), ("fiu", 3)),
     "hidden": ("fiu", 2),
     "grads.tokens": ("f", 2),

@@ -14,7 +14,7 @@ from support.ownmasks import attend_by, causal, isolated, with_cache, without_ca
 from support.planting import of, one, planted, serious
 from support.tiny import ids, make_model
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, DynamicCache
 
 from flexinspect.records.finding import Severity
 
@@ -290,3 +290,48 @@ def test_level_basic_makes_no_finding(run: Callable[..., Any]) -> None:
 
 def test_the_correct_decode_case_makes_no_finding() -> None:
     assert serious(found_in_case("c3_open_decode_row")) == []
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_generated_keys_after_right_padding_are_seen_by_each_batch_row(
+    tmp_path: Path, broken: bool
+) -> None:
+    model, width, lengths = make_model("llama"), 9, torch.tensor([9, 5, 7])
+    tokens = torch.tensor([ids(width, 3)] * 3) * (torch.arange(width) < lengths[:, None])
+
+    def bias(is_open: Tensor) -> Tensor:
+        return torch.zeros(is_open.shape).masked_fill(~is_open, torch.finfo(torch.float32).min)
+
+    def run() -> None:
+        real = torch.arange(width)[None] < lengths[:, None]
+        causal = torch.ones(width, width, dtype=torch.bool).tril()
+        options = {"past_key_values": DynamicCache(config=model.config), "use_cache": True}
+        out = model(
+            tokens,
+            attention_mask=bias(causal[None, None] & real[:, None, None]),
+            position_ids=torch.arange(width).expand(3, -1),
+            **options,
+        )
+        newest = out.logits[torch.arange(3), lengths - 1]
+        for step in range(3):
+            columns = torch.arange(width + step + 1)[None]
+            is_open = (columns < lengths[:, None]) | (columns >= width)
+            if broken:
+                is_open = columns <= lengths[:, None] + step
+            newest = model(
+                newest.argmax(-1, keepdim=True),
+                attention_mask=bias(is_open[:, None, None]),
+                position_ids=(lengths + step)[:, None],
+                **options,
+            ).logits[:, -1]
+
+    found = serious(planted(tmp_path, model, run))
+    if not broken:
+        assert found == []
+        return
+    (finding,) = found
+    assert finding.id == "decode.self-unseen"
+    assert finding.sentence == (
+        "The newest token of batch rows 1-2 does not see itself in step 1, as that of row 0 does: "
+        "the mask closes column 9 and opens 6 columns up to 5 in row 1, 1 of them padding."
+    )

@@ -34,6 +34,7 @@ def make_audit(folder: Path) -> Audit:
         program: Callable[[], object],
         after: Callable[[], object] = lambda: None,
         made: MadeWeights | None = None,
+        kinds: str = "audit.",
     ) -> tuple[list[Verdict], list[Finding], list[str]]:
         path = folder / "t.flextrace"
         writer = create_trace(path, (), "advanced", None)
@@ -51,7 +52,7 @@ def make_audit(folder: Path) -> Audit:
         writer.close("finished")
         with open_trace(path) as reader:
             events = [r.event.text for r in reader.events() if r.event.kind in KINDS]
-            findings = [one for one in reader.findings() if one.id.startswith("audit.")]
+            findings = [one for one in reader.findings() if one.id.startswith(kinds)]
         return verdicts, findings, events
 
     return run

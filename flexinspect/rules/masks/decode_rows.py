@@ -13,15 +13,28 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
-from flexinspect.core.text import Positions, capitalize, is_or_are, plural, printable
+from flexinspect.core.text import (
+    Positions,
+    capitalize,
+    format_numbers,
+    is_or_are,
+    plural,
+    printable,
+)
 from flexinspect.masks.presets import Segments
 from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind, declared_tokenizer
 from flexinspect.records.step import StepRecord
-from flexinspect.rules.context import abbreviate_labels, format_step_layers, read_unpadded
+from flexinspect.rules.context import (
+    abbreviate_labels,
+    format_step_layers,
+    read_unpadded,
+    step_array,
+)
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.masks import mask_views
 from flexinspect.rules.masks.mask_views import StepMaskView
@@ -77,7 +90,7 @@ class DecodingRule(Rule):
 
     name = "decoding"
     needs = (imported.MASKS,)
-    streams = ("inputs.mask",)
+    streams = ("inputs.mask", "inputs.seen")
     handles_standalone_calls = True
     findings = finding_kinds("decode.no-offset", "decode.self-unseen", "decode.stale-row")
 
@@ -87,6 +100,8 @@ class DecodingRule(Rule):
         self._last_views: dict[int, tuple[StepRecord, list[StepMaskView]]] = {}  # by branch
         self._undecided: dict[tuple[int, str], tuple[_FaultyRow, Finding]] = {}
         """Rows that may be stale: the next step shows whether the visible keys stay or move on."""
+        self._real: npt.NDArray[np.bool_] | None = None  # the keys that a row of the prompt sees
+        self._has_unseen_rows = False
         self._is_stale: dict[tuple[int, str], bool] = {}
         """Whether the next step showed that they are; both by branch and series."""
 
@@ -98,6 +113,7 @@ class DecodingRule(Rule):
                 yield from self._check_standalone_call(step, view)
             return
         if step.step or step.kv_before:
+            yield from self._check_batch_rows(step)
             for view in views:
                 row, own_key = view.cells[:, -1], view.newest_key
                 # These two look-ups are the whole cost of a step without findings.
@@ -109,6 +125,7 @@ class DecodingRule(Rule):
             for view in views:
                 last = replace(view, cells=view.cells[:, -2:].copy())
                 self._prompt_views.update(dict.fromkeys(view.layers, last))
+            self._real = step_array(step, "inputs.seen")
             yield from self._check_strict_rows(step, views)
         for key, (newest, finding) in tuple(self._undecided.items()):
             if key[0] == step.branch and newest.step.step < step.step:  # it did not recur
@@ -120,6 +137,32 @@ class DecodingRule(Rule):
     def on_generation_end(self) -> list[Finding]:
         """Return the findings that no later step decided."""
         return [finding for _, finding in self._undecided.values()]
+
+    def _check_batch_rows(self, step: StepRecord) -> Findings:
+        """Find batch rows whose newest token does not see itself, while row 0 does; once."""
+        if self._has_unseen_rows or step.inputs is None or step.inputs.batch < 2:
+            return
+        seen, own = step_array(step, "inputs.seen"), step.kv_before
+        if seen is None or step.q_len != 1 or seen.shape[1] <= own or not seen[0, own]:
+            return
+        rows = np.flatnonzero(~seen[:, own] & seen.any(axis=1))
+        if not len(rows):
+            return
+        self._has_unseen_rows, row = True, int(rows[0])
+        keys = np.flatnonzero(seen[row])
+        sentence = (
+            f"The newest token of batch {format_numbers('row', rows.tolist())} does not see itself "
+            f"in step {step.step}, as that of row 0 does: the mask closes column {own} and opens "
+            f"{plural(len(keys), 'column')} up to {keys[-1]} in row {row}"
+        )
+        real = self._real
+        if real is not None and len(real) == len(seen):
+            padding = int((seen[row, : real.shape[1]] & ~real[row]).sum())
+            sentence += f", {padding} of them padding" * (padding > 0)
+        evidence = {"rows": rows.tolist(), "column": own, "keys": len(keys)}
+        yield self.finding(
+            step, "decode.self-unseen", f"{sentence}.", evidence=evidence, series="batch rows"
+        )
 
     def _check_standalone_call(self, step: StepRecord, view: StepMaskView) -> Findings:
         """Return a finding if a call has a causal mask aligned to the upper left corner."""

@@ -46,7 +46,7 @@ class PositionsRule(Rule):
 
     name = "positions"
     needs = (imported.POSITIONS,)
-    streams = ("inputs.mask", "inputs.positions")
+    streams = ("inputs.mask", "inputs.seen", "inputs.positions")
     findings = finding_kinds(
         *("positions.duplicate", "positions.jump", "positions.not-reset", "positions.padding"),
         "positions.restart",
@@ -85,6 +85,8 @@ class PositionsRule(Rule):
             yield from self._check_decode_step(step, ids)
         else:
             real = step_array(step, "inputs.mask")
+            if real is None:
+                real = step_array(step, "inputs.seen")
             is_learned = any(event.kind == LEARNED_POSITIONS_EVENT for event in step.events)
             self._counted_pads_severity = Severity.WARNING if is_learned else Severity.NOTE
             self._unpadded = real if real is not None and real.shape == ids.shape else None

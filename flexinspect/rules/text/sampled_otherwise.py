@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from flexinspect.core.text import plural
 from flexinspect.records import imported
 from flexinspect.records.step import EventRecord
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
@@ -67,10 +68,32 @@ def _other_set(data: Mapping[str, Any]) -> str:
     )
 
 
+def _penalty_sign(data: Mapping[str, Any]) -> str:
+    factor, negative, positive = (data[one] for one in ("factor", "n_negative", "n_positive"))
+    how, likelier, others = f"divides the scores by {1 / factor:.3g}", negative, positive
+    if factor > 1:
+        how, likelier, others = f"multiplies the scores by {factor:.3g}", positive, negative
+    less = f" and {others} less" if others else ""
+    return (
+        f"Before it samples, the program {how} for tokens of the text, whatever their sign: in "
+        f"step {data['step']}, {plural(likelier, 'token')} became more likely{less}"
+    )
+
+
+def _penalty_of_newest(data: Mapping[str, Any]) -> str:
+    return (
+        f"A penalty moves the scores of {plural(data['moved'], 'token')} of the prompt in the "
+        f"first step, and from step {data['step']} on that of the newest token alone: the other "
+        "tokens of the text are not penalized any more"
+    )
+
+
 _SENTENCES = {
     "ranks": _ranks,
     "logits-of-before": _logits_of_before,
     "twice": _twice,
     "negated": _negated,
     "other-set": _other_set,
+    "penalty-sign": _penalty_sign,
+    "penalty-of-newest": _penalty_of_newest,
 }

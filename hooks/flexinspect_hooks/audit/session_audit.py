@@ -15,6 +15,7 @@ from flexinspect.core.errors import FlexInspectError, summarize_error
 from flexinspect.core.text import plural, print_message
 from flexinspect.records.finding import Severity
 from flexinspect.records.step import EventRecord
+from flexinspect.rules.cache.cache_origins import ORIGINS_EVENT
 from flexinspect.rules.engine import RuleRunner
 from flexinspect.rules.numerics.audit_findings import (
     AUDIT_EVENT,
@@ -24,6 +25,7 @@ from flexinspect.rules.numerics.audit_findings import (
 )
 from flexinspect.rules.numerics.changed_weights import REPLACED_EVENT, SCALES_EVENT
 from flexinspect.trace.reader import open_trace
+from flexinspect_hooks.audit.cache_origins import origin_facts
 from flexinspect_hooks.audit.evidence import EvidenceStore
 from flexinspect_hooks.audit.forward_run import LOGITS
 from flexinspect_hooks.audit.nan_origin import explain_nonfinite
@@ -103,6 +105,10 @@ def audit_session(
             explain_nonfinite(store, recorder)
         for kind, text, data in _wrong_modules(store):
             put(kind, text, first, None, data)
+        with suppress(Exception):
+            for data in origin_facts(store, store.weights.of(max(store.steps)).root()):
+                text = "The program put a cache together from rows of earlier steps."
+                put(ORIGINS_EVENT, text, data["generation"], data["step"], data)
         if store.problem:
             raise FlexInspectError(store.problem)
         verdicts = _verdicts(store, recorder, budget, report)

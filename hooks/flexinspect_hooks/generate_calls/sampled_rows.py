@@ -126,7 +126,8 @@ def observe_samples(rows: SampledRows) -> Iterator[Callable[[], None]]:
 
 
 def _explain(rows: Sequence[SampledRow], text: set[int]) -> dict[str, Any] | None:
-    for test in (_ranks, _logits_of_before, _twice, _negated, _other_set):
+    tests = (_ranks, _logits_of_before, _twice, _negated, _other_set)
+    for test in (*tests, _penalty_sign, _penalty_of_newest):
         found = test(rows, text)
         if found is not None:
             return {"pattern": test.__name__.strip("_").replace("_", "-"), **found}
@@ -260,6 +261,77 @@ def _other_set(rows: Sequence[SampledRow], text: set[int]) -> dict[str, Any] | N
         if low < high and math.prod(widths[:-1]) <= _MAX_CHANCE:
             return common | {"top_p": (low + high) / 2}
     return None
+
+
+def _penalty_sign(rows: Sequence[SampledRow], text: set[int]) -> dict[str, Any] | None:
+    """Scores of tokens of the text are scaled by one factor, whatever their sign."""
+    found = [one for row in rows if (one := _scaled(row, text)) is not None]
+    if len(found) < MIN_ROWS or not all(one.ratios.numel() >= MIN_ROWS for one in found):
+        return None
+    factor = float(found[0].ratios.median())
+    is_same = all(bool(((one.ratios / factor - 1).abs() < 0.01).all()) for one in found)
+    n_negative = [int((one.logits < 0).sum()) for one in found]
+    if not is_same or abs(factor - 1) < 0.02 or min(n_negative) < 2:
+        return None
+    n_positive = [len(one.logits) - n for one, n in zip(found, n_negative, strict=True)]
+    if factor > 1 and min(n_positive) < 2:
+        return None  # a penalty multiplies negative scores
+    facts = {"step": found[0].step, "total": len(rows), "factor": factor}
+    return facts | {"n_negative": n_negative[0], "n_positive": n_positive[0]}
+
+
+def _penalty_of_newest(rows: Sequence[SampledRow], text: set[int]) -> dict[str, Any] | None:
+    """A penalty that moves all tokens of the prompt moves the newest token alone afterwards."""
+    found = [one for row in rows if (one := _scaled(row, text)) is not None]
+    if len(found) < MIN_ROWS + 1 or found[0].step != rows[0].step:
+        return None
+    first, later = found[0], found[1:]
+    before = {one.step: one.token for one in rows}
+    n_moved = int(first.is_moved.sum())
+    if n_moved < MIN_ROWS:
+        return None
+    n_still = 0
+    for one in later:
+        moved = set(one.tokens[one.is_moved].tolist())
+        if not moved <= {before.get(one.step - 1)}:
+            return None
+        is_old = torch.isin(one.tokens, first.tokens[first.is_moved])
+        n_still += bool((is_old & ~one.is_moved).any())
+    if n_still < MIN_ROWS:
+        return None
+    return {"step": later[0].step, "total": len(rows), "moved": n_moved}
+
+
+class _Scaled(Struct, frozen=True):
+    """The tokens of the text that may be drawn in a step, with their logits.
+
+    `ratios` are those of the scores to the logits, for the tokens that were moved.
+    """
+
+    step: int
+    tokens: Tensor
+    logits: Tensor
+    ratios: Tensor
+    is_moved: Tensor
+
+
+def _scaled(row: SampledRow, text: set[int]) -> _Scaled | None:
+    """Compare the scores of tokens of the text with their logits; None if they are not known."""
+    if not _is_full(row) or not _can_be_judged(row, text):
+        return None
+    places, logits = _kept(row, text), row.logits.double()
+    logs = row.probabilities.double().log()
+    slope, rest = _line(logits[places], logs[places])
+    if rest > row.tolerance or slope <= 0:
+        return None
+    shift = float((logs[places] - slope * logits[places]).mean())
+    tokens = torch.tensor([one for one in sorted(text) if one < len(logits)])
+    tokens = tokens[row.probabilities[tokens] > 0]
+    scores, own = (logs[tokens] - shift) / slope, logits[tokens]
+    is_moved = (scores - own).abs() > 0.02 * own.abs().clamp_min(0.1)
+    is_large = own.abs() > 0.05  # of others the ratio is not known
+    kept = is_moved & is_large
+    return _Scaled(row.step, tokens, own[kept], (scores / own)[kept], is_moved)
 
 
 def _masses(row: SampledRow, kept: Tensor, slope: float | None) -> tuple[float, float]:

@@ -22,11 +22,15 @@ from flexinspect.records.step import Array, ArrayRecord, InputsRecord
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
 from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
+from flexinspect_hooks.observers.attention.score_mod_cells import CLOSED_SCORE
 
 CACHE_OFF = "cache-disabled"
 PACKED_REQUESTS = "packed-requests"
 LEARNED_POSITIONS = "learned-positions"
 
+_TABLES = ("ids", "positions", "mask", "seen")
+_MAX_CELLS = 1 << 22
+"""Larger masks of a batch are not reduced: that would take milliseconds of the forward."""
 SMALL_TABLE = 64
 """Ids in a table on a CPU that is read as a list, which costs less than one operation of torch."""
 
@@ -90,6 +94,8 @@ class InputsHook(Hook):
         if ids is not None and pending.batch > 1:
             pending.tables["inputs.ids"] = ids.to(torch.int32, copy=True)
         mask = arguments.get("attention_mask")
+        if pending.batch > 1 and (seen := _seen_keys(mask, pending.batch)) is not None:
+            pending.tables["inputs.seen"] = seen
         if not step.kv_before and isinstance(mask, Tensor) and mask.dim() == 2:
             pending.tables["inputs.mask"] = mask != 0
             if self._position_embedding and step.step == 0:
@@ -120,7 +126,7 @@ class InputsHook(Hook):
         self, step: StepContext, kept: _KeptInputs, values: Values, draft: StepDraft
     ) -> None:
         """Write the step's `InputsRecord`, and the tables of a batch as arrays."""
-        tables = {name: values.get(f"inputs.{name}") for name in ("ids", "positions", "mask")}
+        tables = {name: values.get(f"inputs.{name}") for name in _TABLES}
         if kept.positions is not None:
             tables["positions"] = np.asarray(kept.positions, np.int32)
         positions = tables["positions"]
@@ -134,6 +140,16 @@ class InputsHook(Hook):
         for name, table in tables.items():
             if table is not None and (name != "positions" or len(table) > 1):
                 draft.arrays.append(ArrayRecord(f"inputs.{name}", table))
+
+
+def _seen_keys(mask: Any, batch: int) -> Tensor | None:
+    """Which keys any row sees, bool (batch, keys), by a mask (batch, heads, rows, keys)."""
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or len(mask) != batch:
+        return None
+    if mask.numel() > _MAX_CELLS:
+        return None
+    is_open = mask if mask.dtype is torch.bool else mask > CLOSED_SCORE
+    return is_open.flatten(1, 2).any(1)
 
 
 def _position_embedding_name(model: nn.Module) -> str:

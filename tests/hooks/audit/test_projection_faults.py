@@ -11,7 +11,8 @@ import torch
 from support.audits import Audit, decode
 from support.tiny import make_model
 from torch.nn import functional
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
 
 Plant = Callable[[Any, bool], None]
 
@@ -143,6 +144,21 @@ def norm_of_all_heads(model: Any, broken: bool) -> None:
     patch(model.model.layers[1].self_attn.k_norm, other)
 
 
+def keys_by_q_norm(model: Any, broken: bool) -> None:
+    attention = model.model.layers[1].self_attn
+    normalise = type(attention.k_norm).forward
+
+    def other(self: Any, rows: Any) -> Any:
+        return normalise(attention.q_norm if broken else self, rows)
+
+    patch(attention.k_norm, other)
+
+
+def one_after_the_other(model: Any, broken: bool) -> None:
+    for layer in model.gpt_neox.layers:
+        layer.use_parallel_residual = not broken
+
+
 def route(change: Callable[[Any, Any, bool], Any]) -> Plant:
     def plant(model: Any, broken: bool) -> None:
         router = model.model.layers[1].mlp.gate
@@ -204,6 +220,13 @@ PLANTED: dict[str, tuple[str, dict[str, Any], Plant, str]] = {
     "order": ("gpt2", {}, values_first, "c_attn is split in the order v, q, k, not q, k, v"),
     "norm by head": ("olmo2", {}, norm_by_head, "q_norm and k_norm normalise over each head"),
     "norm of all": ("qwen3", {}, norm_of_all_heads, "k_norm normalises over all heads"),
+    "swapped norm": ("qwen3", {}, keys_by_q_norm, "keys are normalised by q_norm, not by k_norm"),
+    "residual order": (
+        "gpt_neox",
+        {},
+        one_after_the_other,
+        "whose MLP reads the sum of the residual and the attention",
+    ),
     "expert": ("mixtral", EXPERTS, dropped, "expert 3 of mlp is dropped after the choice"),
     "raw weights": ("mixtral", EXPERTS, unnormalised, "does not normalise the weights"),
     "normalised": ("qwen3_moe", QWEN_MOE, normalised, "normalises the weights of the chosen"),
@@ -230,6 +253,31 @@ def test_a_planted_fault_is_named_and_its_twin_agrees(
         assert len(found) == 1
         assert found[0].startswith("audit.reproduced")
         assert words in found[0]
+
+
+@pytest.mark.parametrize("cap", [1.0, 2.0])
+def test_a_soft_cap_of_another_value_is_named(audit: Audit, cap: float) -> None:
+    def attend(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
+        k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
+        scores = cap * (q @ k.mT * options["scaling"] / cap).tanh()
+        scores = scores + mask if mask is not None else scores
+        return (scores.softmax(-1) @ v).transpose(1, 2).contiguous(), None
+
+    model = make_model(
+        "gemma2", attn_logit_softcapping=2.0, final_logit_softcapping=1.0, query_pre_attn_scalar=1
+    )
+    AttentionInterface.register("capped", attend)
+    AttentionMaskInterface.register("capped", eager_mask)
+    try:
+        model.set_attn_implementation("capped")
+        found = audited(audit, model)
+    finally:
+        del AttentionInterface._global_mapping["capped"]
+        del AttentionMaskInterface._global_mapping["capped"]
+    if cap == 2.0:
+        assert not found
+    else:
+        assert "whose scores are capped at 1, that of the logits, not at 2" in found[0]
 
 
 @pytest.mark.parametrize("broken", [True, False])

@@ -25,9 +25,11 @@ def model(spread: float = 0.4) -> Any:
     return tiny
 
 
-def sampled(tmp_path: Path, sample: Sampler, n: int = 8, **watch: Any) -> list[Any]:
+def sampled(
+    tmp_path: Path, sample: Sampler, n: int = 8, spread: float = 0.4, **watch: Any
+) -> list[Any]:
     """Generate in a loop of its own with a sampler, and return the findings about it."""
-    tiny = model()
+    tiny = model(spread)
 
     def loop() -> None:
         torch.manual_seed(5)
@@ -117,6 +119,35 @@ def test_a_wrong_top_k_is_named(tmp_path: Path) -> None:
     assert "keeps as many tokens as top-k with k = 12 does, but other ones" in found.sentence
 
 
+class Penalty:
+    """A repetition penalty of a loop: right, whatever the sign, or of the newest token alone."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.text = kind, torch.tensor(ids(9, 1)) % SIZE
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        scores = logits.clone()
+        own = scores[self.text]
+        moved = own / 1.3
+        if self.kind != "sign":
+            moved = torch.where(own < 0, own * 1.3, moved)
+        scores[self.text] = moved
+        token = drawn((scores / 0.9).softmax(-1))
+        newest = token if self.kind == "newest" else torch.cat((self.text, token))
+        self.text = newest
+        return token
+
+
+def test_a_penalty_that_ignores_the_sign_is_named(tmp_path: Path) -> None:
+    (found,) = sampled(tmp_path, Penalty("sign"), spread=0.2)
+    assert "divides the scores by 1.3 for tokens of the text, whatever" in found.sentence
+
+
+def test_a_penalty_of_the_newest_token_alone_is_named(tmp_path: Path) -> None:
+    (found,) = sampled(tmp_path, Penalty("newest"), spread=0.2)
+    assert "from step 1 on that of the newest token alone" in found.sentence
+
+
 def penalized(logits: Tensor) -> Tensor:
     moved = logits.clone()
     moved[torch.tensor(ids(9, 1)) % SIZE] -= 3.0
@@ -153,6 +184,7 @@ def often_the_best(logits: Tensor) -> Tensor:
         lambda logits: sorted_top_p(logits, is_right=True),
         lambda logits: best_20(logits, is_right=True),
         penalized,
+        Penalty("right"),
         of_a_grammar,
         guided,
         often_the_best,

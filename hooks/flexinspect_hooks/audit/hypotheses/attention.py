@@ -65,6 +65,28 @@ def soft_cap_missing(probe: FaultProbe) -> Edits:
         )
 
 
+def soft_cap_changed(probe: FaultProbe) -> Edits:
+    """The scores are capped at another value, such as that of the logits."""
+    own = getattr(probe.config, "attn_logit_softcapping", None)
+    if not own:
+        return
+    of_logits = getattr(probe.config, "final_logit_softcapping", None)
+    options = {float(value): "" for value in _SOFT_CAPS}
+    if of_logits:
+        options[float(of_logits)] = ", that of the logits"
+    for value, which in options.items():
+        if value != own:
+
+            def attention(call: AttentionInput, value: float = value) -> AttentionInput:
+                return replace(call, options={**call.options, "softcap": value})
+
+            sentence = f"whose scores are capped at {value:g}{which}, not at {own:g}"
+            yield ForwardEdit(name="soft-cap.changed", sentence=sentence, attention=attention)
+
+
+_SOFT_CAPS = (10, 15, 20, 25, 30, 40, 50, 100)
+
+
 def soft_cap_over_mask(probe: FaultProbe) -> Edits:
     """The scores are capped after the mask is added, so that closed keys keep a weight."""
     if getattr(probe.config, "attn_logit_softcapping", None):
@@ -269,6 +291,7 @@ HYPOTHESES = (
     score_mod_changed,
     scale,
     soft_cap_missing,
+    soft_cap_changed,
     soft_cap_over_mask,
     sinks_missing,
     heads_tiled,

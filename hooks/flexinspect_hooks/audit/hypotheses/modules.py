@@ -213,6 +213,25 @@ def embedding_scale(probe: FaultProbe) -> Edits:
             )
 
 
+def residual_order(probe: FaultProbe) -> Edits:
+    """Attention and MLP of a layer run one after the other, not side by side, or the reverse."""
+    flag = "use_parallel_residual"
+    names = {
+        name: bool(getattr(module, flag))
+        for name, module in probe.reference.model.named_modules()
+        if isinstance(getattr(module, flag, None), bool)
+    }
+    if names:
+        is_parallel = next(iter(names.values()))
+        reads = "the sum of the residual and the attention" if is_parallel else "the layer's input"
+        yield ForwardEdit(
+            name="residual.order",
+            sentence=f"whose MLP reads {reads} ({flag} is {is_parallel} in the configuration)",
+            attributes={name: {flag: not value} for name, value in names.items()},
+            whole_model=True,
+        )
+
+
 def attribute_changed(probe: FaultProbe) -> Edits:
     """A number that the program's modules hold, such as an epsilon, is not the configuration's."""
     changed: dict[tuple[str, str, float, float], list[str]] = {}
@@ -240,6 +259,7 @@ HYPOTHESES = (
     residual_skipped,
     mlp_residual_skipped,
     norm_after_residual,
+    residual_order,
     embedding_scale,
     attribute_changed,
 )

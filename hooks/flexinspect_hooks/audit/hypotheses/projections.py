@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from msgspec import Struct
-from torch import Tensor
+from torch import Tensor, nn
 
 from flexinspect_hooks.audit.forward_edits import ForwardEdit, ModuleEdit, Rotation
 from flexinspect_hooks.audit.forward_run import active_run
@@ -135,6 +135,41 @@ def norm_extent(probe: FaultProbe) -> Edits:
         yield ForwardEdit(name="norm.extent", sentence=sentence, modules=edits)
 
 
+def norms_swapped(probe: FaultProbe) -> Edits:
+    """Keys are normalised with the norm of the queries, or the reverse."""
+    modules = layer_modules(probe)
+    names = ("q_norm", "k_norm")
+    if not all(one in modules and is_norm(modules[one]) for one in names):
+        return
+    weights: list[Any] = [modules[one].weight for one in names]
+    if weights[0].shape != weights[1].shape or torch.equal(*weights):
+        return
+    parents = {id(b): a for _, a in _attentions(probe) for b in a.children()}
+
+    def other(name: str) -> ModuleEdit:
+        def change(module: Any, inputs: Any, output: Tensor, before: Tensor) -> Tensor:
+            norm: Any = getattr(parents[id(module)], name)
+            # The class's own forward: the module's hooks would put this edit into it again.
+            return cast(Tensor, type(norm).forward(norm, inputs))
+
+        return change
+
+    keys, queries = {"k_norm": other("q_norm")}, {"q_norm": other("k_norm")}
+    for sentence, edits in (
+        ("whose keys are normalised by q_norm, not by k_norm", keys),
+        ("whose queries are normalised by k_norm, not by q_norm", queries),
+        ("whose q_norm and k_norm are exchanged", keys | queries),
+    ):
+        yield ForwardEdit(name="norm.swapped", sentence=sentence, modules=edits)
+
+
+def _attentions(probe: FaultProbe) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that have norms of queries and keys, by name."""
+    for name, module in probe.reference.model.named_modules():
+        if isinstance(getattr(module, "k_norm", None), nn.Module):
+            yield name, module
+
+
 def norm_after_rope(probe: FaultProbe) -> Edits:
     """Queries and keys are normalised after RoPE, not before it."""
     modules = layer_modules(probe)
@@ -164,4 +199,4 @@ def norm_after_rope(probe: FaultProbe) -> Edits:
     )
 
 
-HYPOTHESES = (fused_layout, norm_extent, norm_after_rope)
+HYPOTHESES = (fused_layout, norm_extent, norms_swapped, norm_after_rope)
