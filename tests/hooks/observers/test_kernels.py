@@ -473,3 +473,25 @@ def test_a_name_that_a_program_gives_to_sdpa_between_two_blocks_is_observed(
     assert module.attend is functional.scaled_dot_product_attention is not original
     restore()
     assert module.attend is functional.scaled_dot_product_attention is original
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_causal_bias_of_torch_computes_what_it_does_without_an_observer(
+    observer: Listener, rows: int
+) -> None:
+    from torch.nn.attention.bias import causal_lower_right
+
+    query, (key, value) = torch.randn(1, 2, rows, 16), torch.randn(2, 1, 2, 5, 16)
+    mask = torch.ones(rows, 5, dtype=torch.bool).tril(5 - rows)
+    expected = sdpa(query, key, value, mask)
+    observer.calls.clear()
+    for found in (
+        functional.scaled_dot_product_attention(query, key, value, causal_lower_right(rows, 5)),
+        functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=causal_lower_right(rows, 5)
+        ),
+    ):
+        torch.testing.assert_close(found, expected)
+    assert len(observer.calls) == 2
+    for call in observer.calls:
+        assert torch.equal(call.arguments["attn_mask"], mask)

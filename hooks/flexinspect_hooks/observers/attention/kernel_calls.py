@@ -281,6 +281,8 @@ def _detour_code(function: FunctionType, hidden: str) -> CodeType:
 
 # -- the built-in function ---------------------------------------------------------------------
 
+_CAUSAL_BIAS = "torch.nn.attention.bias"
+"""The module of `CausalBias`; it takes a second to import, so only what it made is looked for."""
 _SDPA_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
@@ -288,6 +290,13 @@ def _rebind(function: Callable[..., Any]) -> Remove:
     """Replace the function by a wrapper in every module that refers to it."""
 
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+        if type(mask).__module__ == _CAUSAL_BIAS:
+            # It computes the attention itself where the function is that of torch.nn.functional,
+            # which is this wrapper now, and calls it with a plain mask.
+            return type(mask).__torch_function__(
+                scaled_dot_product_attention, (type(mask),), args, kwargs
+            )
         # No observer accepts this kernel in a quiet call.
         if torch.compiler.is_compiling() or _thread.is_quiet:
             return function(*args, **kwargs)
