@@ -126,8 +126,9 @@ class ChoiceReader(Struct, frozen=True):
         steps, proposes = sequence.steps, _proposes(sequence)
         for step, following in pairwise(steps):
             is_input = following.evidence.q_len > 1 and following.evidence.kv_before > 0
-            if is_input and not proposes:
-                continue  # a further turn, or a chunk of the prompt
+            place = following.evidence.generation, following.evidence.step
+            if (is_input or place in sequence.crops) and not proposes:
+                continue  # a further turn, or a chunk of the prompt; or keys were evicted
             is_input = step is steps[0] or not proposes
             first = int(step.positions[-1]) if is_input else int(step.positions[0])
             for position in range(first, int(following.positions[0])):
