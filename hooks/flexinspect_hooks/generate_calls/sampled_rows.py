@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -103,35 +103,56 @@ class SampledRows:
         known = {*text, *(one.token for one in rows if one.token is not None)}
         try:
             with torch.no_grad():
-                return _explain(rows, known)
+                return _explain(rows, known, text)
         except (RuntimeError, ValueError, IndexError):
             return None  # values that are no probabilities
 
 
-def observe_samples(rows: SampledRows) -> Iterator[Callable[[], None]]:
-    """Let `rows` know of all samples; yields what restores the functions."""
-    for owner in (torch, torch.Tensor):
-        original = owner.multinomial
+_observers: list[SampledRows] = []
+_restores: list[Callable[[], None]] = []
 
-        def sample(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
-            drawn = _original(*args, **kwargs)
-            if not torch.compiler.is_compiling():
+
+def observe_samples(rows: SampledRows) -> Callable[[], None]:
+    """Let `rows` know of all samples until the returned function is called."""
+    if not _observers:
+        _restores.extend(patch(owner, "multinomial", _observed(owner)) for owner in _OWNERS)
+    _observers.append(rows)
+
+    def remove() -> None:
+        _observers[:] = [one for one in _observers if one is not rows]
+        while _restores and not _observers:
+            _restores.pop()()
+
+    return remove
+
+
+_OWNERS = (torch, Tensor)
+
+
+def _observed(owner: Any) -> Callable[..., Any]:
+    original = owner.multinomial
+
+    def multinomial(*args: Any, **kwargs: Any) -> Any:
+        drawn = original(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            for rows in tuple(_observers):
                 rows.on_sample(args[0] if args else kwargs.get("input"), drawn)
-            return drawn
+        return drawn
 
-        yield patch(owner, "multinomial", functools.wraps(original)(sample))
+    return functools.wraps(original)(multinomial)
 
 
 # -- what explains the samples ---------------------------------------------------------------------
 
 
-def _explain(rows: Sequence[SampledRow], text: set[int]) -> dict[str, Any] | None:
-    tests = (_ranks, _logits_of_before, _twice, _negated, _other_set)
-    for test in (*tests, _penalty_sign, _penalty_of_newest):
+def _explain(rows: Sequence[SampledRow], text: set[int], prompt: set[int]) -> dict[str, Any] | None:
+    tests = (_ranks, _logits_of_before, _twice, _negated, _other_set, _penalty_sign)
+    for test in tests:
         found = test(rows, text)
         if found is not None:
             return {"pattern": test.__name__.strip("_").replace("_", "-"), **found}
-    return None
+    found = _penalty_of_newest(rows, text, prompt) if prompt else None
+    return None if found is None else {"pattern": "penalty-of-newest", **found}
 
 
 def _fit(values: Tensor, row: SampledRow, text: set[int]) -> float | None:
@@ -280,24 +301,29 @@ def _penalty_sign(rows: Sequence[SampledRow], text: set[int]) -> dict[str, Any] 
     return facts | {"n_negative": n_negative[0], "n_positive": n_positive[0]}
 
 
-def _penalty_of_newest(rows: Sequence[SampledRow], text: set[int]) -> dict[str, Any] | None:
+def _penalty_of_newest(
+    rows: Sequence[SampledRow], text: set[int], prompt: Sequence[int]
+) -> dict[str, Any] | None:
     """A penalty that moves all tokens of the prompt moves the newest token alone afterwards."""
     found = [one for row in rows if (one := _scaled(row, text)) is not None]
     if len(found) < MIN_ROWS + 1 or found[0].step != rows[0].step:
         return None
     first, later = found[0], found[1:]
     before = {one.step: one.token for one in rows}
+    is_prompt = torch.isin(first.tokens, torch.tensor(sorted(prompt)))
     n_moved = int(first.is_moved.sum())
-    if n_moved < MIN_ROWS:
+    moved_first = set(first.tokens[first.is_moved].tolist())
+    if not moved_first - {prompt[-1]} or not bool(first.is_moved[is_prompt].all()):
         return None
-    n_still = 0
+    n_still = n_newest = 0
     for one in later:
         moved = set(one.tokens[one.is_moved].tolist())
         if not moved <= {before.get(one.step - 1)}:
             return None
-        is_old = torch.isin(one.tokens, first.tokens[first.is_moved])
+        n_newest += bool(moved)
+        is_old = torch.isin(one.tokens, torch.tensor(sorted(prompt)))
         n_still += bool((is_old & ~one.is_moved).any())
-    if n_still < MIN_ROWS:
+    if n_still < MIN_ROWS or n_moved + n_newest < MIN_ROWS:
         return None
     return {"step": later[0].step, "total": len(rows), "moved": n_moved}
 
@@ -326,11 +352,13 @@ def _scaled(row: SampledRow, text: set[int]) -> _Scaled | None:
         return None
     shift = float((logs[places] - slope * logits[places]).mean())
     tokens = torch.tensor([one for one in sorted(text) if one < len(logits)])
-    tokens = tokens[row.probabilities[tokens] > 0]
+    # A filter keeps the best tokens: one of the text that is missing among them was moved.
+    floor = logits[places].min()
+    tokens = tokens[(row.probabilities[tokens] > 0) | (logits[tokens] > floor)]
     scores, own = (logs[tokens] - shift) / slope, logits[tokens]
     is_moved = (scores - own).abs() > 0.02 * own.abs().clamp_min(0.1)
     is_large = own.abs() > 0.05  # of others the ratio is not known
-    kept = is_moved & is_large
+    kept = is_moved & is_large & scores.isfinite()
     return _Scaled(row.step, tokens, own[kept], (scores / own)[kept], is_moved)
 
 

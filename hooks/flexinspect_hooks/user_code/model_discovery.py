@@ -288,6 +288,7 @@ class ModelFinder:
         try:
             session = FoundSession(model, self, name, n)
             session.__enter__()
+            session.watch_samples()
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             self.event("not-recorded", f"A {type(model).__name__} cannot be watched: {message}")

@@ -426,7 +426,7 @@ class WatchSession(CaptureSession):
 
     def watch_samples(self) -> None:
         """Look at the probabilities from which the program samples."""
-        self._removes += [(None, restore) for restore in observe_samples(self._samples)]
+        self._removes.append((None, observe_samples(self._samples)))
 
     # -- a call of generate ----------------------------------------------------------------------
 

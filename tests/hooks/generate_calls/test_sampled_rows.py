@@ -154,6 +154,13 @@ def penalized(logits: Tensor) -> Tensor:
     return drawn((moved / 0.8).softmax(-1))
 
 
+def never_twice(logits: Tensor, last: list[int] = [ids(9, 1)[-1] % SIZE]) -> Tensor:  # noqa: B006
+    """Sample any token but the one before."""
+    token = drawn(logits.index_fill(0, torch.tensor(last), -torch.inf).softmax(-1))
+    last[:] = token.tolist()
+    return token
+
+
 def of_a_grammar(logits: Tensor) -> Tensor:
     allowed = torch.zeros(SIZE, dtype=torch.bool)
     allowed[int(logits.argmax()) % 7 :: 7] = True
@@ -185,6 +192,7 @@ def often_the_best(logits: Tensor) -> Tensor:
         lambda logits: best_20(logits, is_right=True),
         penalized,
         Penalty("right"),
+        never_twice,
         of_a_grammar,
         guided,
         often_the_best,
