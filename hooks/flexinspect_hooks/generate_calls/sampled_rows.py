@@ -145,7 +145,9 @@ def _observed(owner: Any) -> Callable[..., Any]:
 # -- what explains the samples ---------------------------------------------------------------------
 
 
-def _explain(rows: Sequence[SampledRow], text: set[int], prompt: set[int]) -> dict[str, Any] | None:
+def _explain(
+    rows: Sequence[SampledRow], text: set[int], prompt: Sequence[int]
+) -> dict[str, Any] | None:
     tests = (_ranks, _logits_of_before, _twice, _negated, _other_set, _penalty_sign)
     for test in tests:
         found = test(rows, text)

@@ -154,11 +154,15 @@ def penalized(logits: Tensor) -> Tensor:
     return drawn((moved / 0.8).softmax(-1))
 
 
-def never_twice(logits: Tensor, last: list[int] = [ids(9, 1)[-1] % SIZE]) -> Tensor:  # noqa: B006
+class NeverTwice:
     """Sample any token but the one before."""
-    token = drawn(logits.index_fill(0, torch.tensor(last), -torch.inf).softmax(-1))
-    last[:] = token.tolist()
-    return token
+
+    def __init__(self) -> None:
+        self.last = torch.tensor(ids(9, 1)[-1:]) % SIZE
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        self.last = drawn(logits.index_fill(0, self.last, -torch.inf).softmax(-1))
+        return self.last
 
 
 def of_a_grammar(logits: Tensor) -> Tensor:
@@ -192,7 +196,7 @@ def often_the_best(logits: Tensor) -> Tensor:
         lambda logits: best_20(logits, is_right=True),
         penalized,
         Penalty("right"),
-        never_twice,
+        NeverTwice(),
         of_a_grammar,
         guided,
         often_the_best,
