@@ -291,12 +291,11 @@ def _rebind(function: Callable[..., Any]) -> Remove:
 
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
         mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-        if type(mask).__module__ == _CAUSAL_BIAS:
+        kind: Any = type(mask)
+        if kind.__module__ == _CAUSAL_BIAS:
             # It computes the attention itself where the function is that of torch.nn.functional,
             # which is this wrapper now, and calls it with a plain mask.
-            return type(mask).__torch_function__(
-                scaled_dot_product_attention, (type(mask),), args, kwargs
-            )
+            return kind.__torch_function__(scaled_dot_product_attention, (kind,), args, kwargs)
         # No observer accepts this kernel in a quiet call.
         if torch.compiler.is_compiling() or _thread.is_quiet:
             return function(*args, **kwargs)
