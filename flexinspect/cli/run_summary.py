@@ -26,9 +26,8 @@ _SHOWN_FINDINGS = 5
 NO_NOTES = (
     *("phase", "error", "source", "recompute-check", "audit", "evaluation", "training-check"),
     *(CALLS_EVENT, PARAMETERS_EVENT, "generate", "kernel-options"),
-    *("kept-state", "penalty-sign", "processor-rows", "sampled-otherwise"),
-    "cache-origins",
-    "stopping-rows",
+    *("kept-state", "penalty-sign", "processor-rows", "stopping-rows"),
+    *("cache-origins", "sampled-otherwise"),
 )
 """Kinds of events that are no notes of a summary."""
 _MAX_FINDINGS = 200

@@ -116,7 +116,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "kept_state": "flexinspect.rules.text.kept_state:KeptStateRule",
         "stopping_rows": "flexinspect.rules.text.stopping_rows:StoppingRowsRule",
         "penalty_sign": "flexinspect.rules.text.penalty_sign:PenaltySignRule",
-        "cache_origins": "flexinspect.rules.cache.cache_origins:CacheOriginsRule",
+        "assembled_cache": "flexinspect.rules.cache.assembled_cache:AssembledCacheRule",
         "sampled_otherwise": "flexinspect.rules.text.sampled_otherwise:SampledOtherwiseRule",
         "processor_rows": "flexinspect.rules.text.processor_rows:ProcessorRowsRule",
         "training_steps": "flexinspect.rules.training.training_steps:TrainingRule",

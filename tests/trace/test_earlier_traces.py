@@ -130,7 +130,7 @@ _NEW_RULES = (
     *("kept_state", "shrinking_prefix", "stopping_rows", "tree_positions", "unmet_configuration"),
     "penalty_sign",
     "sampled_otherwise",
-    "cache_origins",
+    "assembled_cache",
 )
 """Rules that did not exist when the traces were recorded."""
 

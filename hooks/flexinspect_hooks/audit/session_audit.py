@@ -15,7 +15,7 @@ from flexinspect.core.errors import FlexInspectError, summarize_error
 from flexinspect.core.text import plural, print_message
 from flexinspect.records.finding import Severity
 from flexinspect.records.step import EventRecord
-from flexinspect.rules.cache.cache_origins import ORIGINS_EVENT
+from flexinspect.rules.cache.assembled_cache import ORIGINS_EVENT
 from flexinspect.rules.engine import RuleRunner
 from flexinspect.rules.numerics.audit_findings import (
     AUDIT_EVENT,

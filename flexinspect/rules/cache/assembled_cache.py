@@ -15,10 +15,10 @@ ORIGINS_EVENT = "cache-origins"
 OTHER_VALUES, MOVED_KEYS = "cache.other-values", "cache.moved-keys"
 
 
-class CacheOriginsRule(Rule):
+class AssembledCacheRule(Rule):
     """Reports rows whose value is of another token than their key, and keys at wrong positions."""
 
-    name = "cache_origins"
+    name = "assembled_cache"
     needs = (imported.EVENTS,)
     findings = finding_kinds(OTHER_VALUES, MOVED_KEYS)
 
