@@ -12,6 +12,7 @@ equal tokens have equal values in the first one.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ from flexinspect_hooks.audit.rotary_tables import rotary_kinds
 
 MAX_ROWS = 4096
 """Larger caches are not looked at."""
+MAX_STEPS = 4
+"""Steps of a generation whose cache is looked at, until something is found."""
 MIN_SHARE = 0.8
 """Of the rows of a cache, so many must be known."""
 MIN_ROWS = 3
@@ -69,24 +72,33 @@ def _bytes(row: Tensor) -> bytes:
     return row.cpu().numpy().tobytes()
 
 
-def origin_facts(store: EvidenceStore, model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield what is wrong with caches that the program put together, as the data of events."""
+def origin_facts(
+    store: EvidenceStore, model: nn.Module, deadline: float = math.inf
+) -> Iterator[dict[str, Any]]:
+    """Yield what is wrong with caches that the program put together, as the data of events.
+
+    Ends at `deadline`, a time of `time.perf_counter`.
+    """
     if not _has_other_caches(store):
         return
     known = _Known({}, {}, {})
     layer = _last_layer(store)
     length = 0  # of the cache after the last step
     for steps in store.steps.values():
-        has_finding = False
+        n_judged = 0
         for step in steps:
+            if time.perf_counter() > deadline:
+                return
             kept = step.cached.get(layer) if layer is not None else None
             is_new = step.kv_before > 0 and step.kv_before != length
             length = step.kv_before + step.q_len
             if kept is None or not kept.is_intact or kept.key.shape[2] < length:
                 continue
-            if is_new and not has_finding and known.rows and step.kv_before <= MAX_ROWS:
+            is_new &= n_judged < MAX_STEPS and step.kv_before <= MAX_ROWS
+            if is_new and known.rows:
+                n_judged += 1
                 for facts in _judge(step, kept, known, model):
-                    has_finding = True
+                    n_judged = MAX_STEPS
                     yield facts | {"layer": layer, "step": step.step, "generation": step.generation}
             known.add(step, kept)
 
@@ -223,13 +235,13 @@ def _other_base(
         other = base**-exponents
         shifts = [_shift_of(angles, sizes, other, n_keys) for _, _, angles, sizes in unexplained]
         if None not in shifts:
-            own = float(frequencies[1]) ** -len(frequencies) if len(frequencies) > 1 else math.nan
+            ratio = float(frequencies[1] / frequencies[0]) if len(frequencies) > 1 else math.nan
             at, source, *_ = unexplained[0]
             yield {
                 "pattern": "base",
                 "row": at,
                 "base": base,
-                "own": own,
+                "own": ratio ** -len(frequencies),
                 "shift": shifts[0],
                 "n": len(unexplained),
                 "total": len(unexplained) + n_placed,

@@ -106,7 +106,8 @@ def audit_session(
         for kind, text, data in _wrong_modules(store):
             put(kind, text, first, None, data)
         with suppress(Exception):
-            for data in origin_facts(store, store.weights.of(max(store.steps)).root()):
+            root, deadline = store.weights.of(max(store.steps)).root(), budget.deadline()
+            for data in origin_facts(store, root, deadline):
                 text = "The program put a cache together from rows of earlier steps."
                 put(ORIGINS_EVENT, text, data["generation"], data["step"], data)
         if store.problem:

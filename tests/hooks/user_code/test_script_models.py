@@ -16,6 +16,7 @@ from support.paths import DEMO, TESTS
 from support.warm_python import Popen
 
 from flexinspect.trace.reader import TraceReader, open_trace
+from flexinspect_hooks.user_code.model_discovery import BASE_MODEL
 
 PATIENCE_S = 120
 
@@ -154,13 +155,13 @@ def test_our_frames_are_not_in_user_tracebacks(several: Ran) -> None:
 def test_models_are_distinguished(several: Ran) -> None:
     with several.trace() as reader:
         run = reader.run()
-        names = ["LlamaForCausalLM", "Qwen2ForCausalLM", "LlamaModel", "LlamaForCausalLM (2)"]
-        assert [facts["name"] for facts in run["models"]][:4] == names
+        names = ["LlamaForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM (2)"]
+        assert [facts["name"] for facts in run["models"]][:3] == names
         assert run["model"] == run["models"][0]
         assert [facts["layers"] for facts in run["models"]][:2] == [3, 2]
         rows = reader.generations()
         assert [row.generation for row in rows] == list(range(len(rows)))
-        assert [row.model for row in rows][:5] == [*names[:2], names[0], names[1], names[2]]
+        assert [row.model for row in rows][:5] == [*names[:2], *names[:2], names[0]]
         assert reader.model(1)["class"] == "Qwen2ForCausalLM"
         assert [len(reader.calls(n, 0)) for n in range(3)] == [3, 2, 3]
 
@@ -183,9 +184,13 @@ def test_every_token_and_step_is_recorded(several: Ran) -> None:
         assert reader.run()["cost"]["steps"] == counted
 
 
-def test_a_part_of_a_model_is_a_model_only_where_it_is_called_itself(several: Ran) -> None:
+def test_a_base_model_that_is_called_itself_belongs_to_the_model_with_the_head(
+    several: Ran,
+) -> None:
     with several.trace() as reader:
-        assert [row.model for row in reader.generations()].count("LlamaModel") == 1
+        events = [row.event for row in reader.events() if row.event.text == BASE_MODEL]
+        assert [(event.generation, event.step) for event in events] == [(4, 0)]
+        assert reader.generations()[4].model == "LlamaForCausalLM"
 
 
 def test_hooks_that_the_program_removed_are_installed_again_with_an_event(several: Ran) -> None:
