@@ -276,14 +276,25 @@ tasks = [torch.optim.Adam(model.parameters(), lr=1e-3) for _ in range(7)]
 for _ in range(2):
     for optimizer in tasks:
         step(optimizer)
-for _ in range(7):  # an optimizer for each epoch
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+for number in range(7):  # an optimizer for each stage, with another rate
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3 / (number + 1))
     step(optimizer)
     step(optimizer)
 start = {name: one.clone() for name, one in model.state_dict().items()}
 for _ in range(7):  # the first step of seven trainings
     model.load_state_dict(start)
     step(torch.optim.Adam(model.parameters(), lr=1e-3))
+for _ in range(5):  # five trainings of three steps
+    model.load_state_dict(start)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        step(optimizer)
+"""
+BY_EPOCH = """
+for _ in range(6):
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        step(optimizer)
 """
 
 
@@ -300,6 +311,12 @@ def test_an_optimizer_that_is_made_for_each_step_is_named_once(tmp_path: Path) -
     one = the_only(_run(tmp_path, REMADE), "optimizer-remade")
     assert one.severity is Severity.WARNING
     assert "was made by a new Adam with the same parameters" in one.sentence
+
+
+def test_an_optimizer_that_is_made_for_each_epoch_is_a_note(tmp_path: Path) -> None:
+    one = the_only(_run(tmp_path, BY_EPOCH), "optimizer-remade")
+    assert one.severity is Severity.NOTE
+    assert "Adam is made anew after every 3 steps, with the same parameters and" in one.sentence
 
 
 def test_several_optimizers_and_several_trainings_of_a_model_are_silent(tmp_path: Path) -> None:
