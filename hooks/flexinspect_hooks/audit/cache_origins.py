@@ -150,7 +150,7 @@ def _other_values(
     }
 
 
-class _Placed(NamedTuple):
+class _PlacedKey(NamedTuple):
     """A cached key: its row, its source, and by how many positions it was moved."""
 
     row: int
@@ -173,14 +173,14 @@ def _moved(
     frequencies = _frequencies(model, keys.shape[-1])
     if frequencies is None:
         return
-    placed = list[_Placed]()
+    placed = list[_PlacedKey]()
     unexplained = list[tuple[int, RowSource, Tensor, Tensor]]()
     sources = _continued(of_values)
     for at, source in enumerate(sources):
         if source is None:
             continue
         if source in of_keys[at]:
-            placed.append(_Placed(at, source, 0))
+            placed.append(_PlacedKey(at, source, 0))
             continue
         angles = _angles(known.rows[source], keys[at], len(frequencies))
         if angles is None:
@@ -189,14 +189,14 @@ def _moved(
         if shift is None:
             unexplained.append((at, source, *angles))
         else:
-            placed.append(_Placed(at, source, shift))
+            placed.append(_PlacedKey(at, source, shift))
     if unexplained:
         yield from _other_base(unexplained, frequencies, len(keys), len(placed))
         return
     yield from _breaks(placed)
 
 
-def _breaks(placed: Sequence[_Placed]) -> Iterator[dict[str, Any]]:
+def _breaks(placed: Sequence[_PlacedKey]) -> Iterator[dict[str, Any]]:
     """Find the places where the positions of moved keys do not go on."""
     breaks = [
         (before, now)

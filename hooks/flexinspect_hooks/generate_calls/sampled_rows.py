@@ -1,7 +1,7 @@
-"""The calls of `torch.multinomial` after the forwards of a model, whoever makes them.
+"""Observes calls of `torch.multinomial` that follow a forward of the model.
 
-`generate` makes them, loops of the program, and `torch.distributions.Categorical`. What was drawn
-from is compared with the logits when the generation ends, see `sampling_errors`.
+`generate`, loops of the program and `torch.distributions.Categorical` call it. When the generation
+ends, the probabilities are compared with the logits, see `sampling_errors`.
 """
 
 from __future__ import annotations

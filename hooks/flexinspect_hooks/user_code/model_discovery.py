@@ -122,21 +122,6 @@ class ModelFinder:
         local, find, set_compiler = self.local, self._find, torch_private.frame_compiler_setter()
         compiled_hooks = CompiledHooks()
 
-        def call_base(owner: nn.Module, model: nn.Module, args: Any, kwargs: Any) -> Any:
-            """Call a model whose output goes to the output embeddings of its `owner`."""
-            session = find(owner)
-            if session is None:
-                return nn.Module.__call__(model, *args, **kwargs)
-            session.begin_in_base(args, kwargs)
-            try:
-                output = nn.Module.__call__(model, *args, **kwargs)
-            except BaseException as error:
-                session.exit_exception_id = id(error)
-                strip_own_frames(error)
-                raise
-            session.end_base(output)
-            return output
-
         @functools.wraps(nn.Module.__call__)
         def call(model: Any, /, *args: Any, **kwargs: Any) -> Any:
             # Inside another model's forward the model is a part of that one, and a compiled graph
@@ -151,7 +136,7 @@ class ModelFinder:
                 try:
                     owner = self._base_models.owner_of(model)
                     if owner is not None and not callable(compiler) and not _is_compiled(model):
-                        return call_base(owner, model, args, kwargs)
+                        return self._call_base(owner, model, args, kwargs)
                     session = find(model)
                     is_graph = callable(compiler) or _is_compiled(model)
                     if session is not None and is_graph:
@@ -188,6 +173,22 @@ class ModelFinder:
         self._wrappers.callback(self.made.watch())
         self._wrappers.callback(self._layer_loops.close)
         self._wrappers.callback(torch_private.hide_hooks())
+
+    def _call_base(self, owner: nn.Module, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Call a base model, whose output the program gives to the output embeddings of `owner`."""
+        session = self._find(owner)
+        if session is None:
+            return nn.Module.__call__(model, *args, **kwargs)
+        session.begin_in_base(args, kwargs)
+        try:
+            output = nn.Module.__call__(model, *args, **kwargs)
+        except BaseException as error:
+            # Only its id: the exception would keep the objects of its frames alive.
+            session.exit_exception_id = id(error)
+            strip_own_frames(error)
+            raise
+        session.end_base(output)
+        return output
 
     def watch_generate(self) -> None:
         """Wrap `GenerationMixin.generate`; transformers.generation.utils must be loaded."""

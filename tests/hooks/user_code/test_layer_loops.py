@@ -85,6 +85,8 @@ def logits_of(rows, positions):
     return model.lm_head(body.norm(hidden[:, -1:]))[:, 0]
 """
 
+SIZES = [(11, 0), (1, 11), (1, 12), (1, 13)]
+"""Rows and cached keys of the steps of `DECODE`."""
 DECODE = """
 chosen = []
 rows, positions = torch.tensor([ids(11, 3)]), torch.arange(11)[None]
@@ -161,12 +163,7 @@ def test_a_loop_over_parts_of_layers_agrees(tmp_path: Path) -> None:
     with reader:
         (generation,) = reader.generations()
         steps = [reader.record(generation.generation, n) for n in range(4)]
-        assert [(step.q_len, step.kv_before) for step in steps] == [
-            (11, 0),
-            (1, 11),
-            (1, 12),
-            (1, 13),
-        ]
+        assert [(step.q_len, step.kv_before) for step in steps] == SIZES
         assert [[call.layer for call in step.calls] for step in steps] == [[0, 1]] * 4
         chosen = [one.token_id for one in reader.tokens(generation.generation)][11:]
         assert str(chosen)[:-1] in printed
@@ -227,12 +224,7 @@ def test_a_base_model_and_its_output_embeddings_are_one_generation(tmp_path: Pat
     with reader:
         (generation,) = reader.generations()
         steps = [reader.record(generation.generation, n) for n in range(4)]
-        assert [(step.q_len, step.kv_before) for step in steps] == [
-            (11, 0),
-            (1, 11),
-            (1, 12),
-            (1, 13),
-        ]
+        assert [(step.q_len, step.kv_before) for step in steps] == SIZES
         assert all(step.logits is not None for step in steps)
         chosen = [one.token_id for one in reader.tokens(generation.generation)][11:]
         assert str(chosen)[:-1] in printed

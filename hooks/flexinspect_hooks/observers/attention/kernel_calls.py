@@ -333,11 +333,14 @@ def _references(target: object) -> Iterator[tuple[ModuleType, str]]:
         is_library = module.__name__.partition(".")[0] in _LIBRARIES
         if is_library and _without_reference.get(module.__name__) == (id(target), len(variables)):
             continue
-        # 100,000 values take 4 ms like this, 9 ms in a loop, and 15 ms together with their names.
-        if id(target) in map(id, [*variables.values()]):
-            yield from ((module, name) for name in _names_of(target, module))
-        elif is_library:
-            _without_reference[module.__name__] = id(target), len(variables)
+        # 100,000 values are compared in 9 ms like this, and in 15 ms together with their names.
+        for value in [*variables.values()]:
+            if value is target:
+                yield from ((module, name) for name in _names_of(target, module))
+                break
+        else:
+            if is_library:
+                _without_reference[module.__name__] = id(target), len(variables)
 
 
 _LIBRARIES = sys.stdlib_module_names | {"numpy", "sympy", "torch"} - {"__main__"}
