@@ -17,7 +17,16 @@ from flexinspect.drawing import heatmap
 from flexinspect.drawing.plots import format_number
 from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, join_strips
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels.base import Help, Missing, Navigate, Panel, Picture, Request, TracePlace
+from flexinspect.panels.base import (
+    Help,
+    Missing,
+    Navigate,
+    Panel,
+    Picture,
+    Request,
+    TracePlace,
+    training_facts,
+)
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import StepWindow, drop_cut_span, load_step_window
 from flexinspect.records.step import LayerStatRecord
@@ -170,7 +179,7 @@ def stat_table(data: LayersData) -> list[str]:
     """Return all modules of the current step as a table between empty lines."""
     if not data.step_stats:
         step = data.window.current
-        hint = "level basic records only layers with NaN or Inf"
+        hint = "lower levels record only layers with NaN or Inf"
         return [f"No layer statistics are recorded at step {step}; {hint}."]
     names = ("norm", "norm/row", "min", "max", "mean", "std")
     lines = [f"{'layer':>5}{''.join(f'{name:>10}' for name in names)}{'NaN':>8}{'Inf':>8}  module"]
@@ -235,9 +244,11 @@ class LayersPanel(Panel[LayersData, LayersOptions]):
         cells = queries.layer_stats_range(reader, *span, statistic=measure)
         first_bad = find_first_bad(source, place, window)
         if not cells and first_bad is None:
+            is_training = training_facts(source, place.generation) is not None
+            level, lower = ("extreme", "advanced") if is_training else ("advanced", "basic")
             raise Missing(
                 f"No layer statistics are recorded in {window.format_steps()}, and no NaN or Inf.",
-                "Level basic records only layers with NaN or Inf; record with --level advanced.",
+                f"Level {lower} records only layers with NaN or Inf; record with --level {level}.",
             )
         lengths = {row.step: row.q_len for row in queries.step_range(reader, *span)}
         kinds = tuple(dict.fromkeys(module_kind(cell.layer, cell.module) for cell in cells))

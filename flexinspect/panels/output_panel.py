@@ -47,7 +47,7 @@ class OutputOptions(Struct, frozen=True):
 
 
 class OutputLine(Struct, frozen=True):
-    """A printed line, with the step during or after which it began."""
+    """A printed line, with the step during or after which it began; after it in a training."""
 
     text: str
     stream: str

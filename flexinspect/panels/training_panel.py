@@ -52,6 +52,10 @@ class TrainingData(Struct, frozen=True):
     window: timeline.StepWindow
     points: Mapping[int, CurvePoint]
 
+    def title(self, name: str) -> str:
+        """Return the name of a curve, with "highest" if its points are buckets of steps."""
+        return f"highest {name}" if self.window.n_points < len(self.window) else name
+
     def values(self, name: str) -> dict[int, float | None]:
         """Return one of `CURVES` by point."""
         return {index: CURVES[name](point) for index, point in self.points.items()}
@@ -93,9 +97,12 @@ class TrainingPanel(base.Panel[TrainingData, NoOptions]):
         for name in CURVES:
             if name == LEARNING_RATE and len(rates) > 1:
                 named = ((groups, format_range(curve)) for groups, curve in rates)
-                lines += [f"{name} of group {groups} in {steps}: {span}." for groups, span in named]
+                title = data.title(name)
+                lines += [
+                    f"{title} of group {groups} in {steps}: {span}." for groups, span in named
+                ]
             else:
-                lines.append(f"{name} in {steps}: {format_range(data.values(name))}.")
+                lines.append(f"{data.title(name)} in {steps}: {format_range(data.values(name))}.")
         return lines
 
     def paint(self, data: TrainingData, request: Request[NoOptions], theme: Theme) -> Picture:
@@ -135,7 +142,7 @@ def _draw_curve(name: str, data: TrainingData, area: timeline.Area, theme: Theme
         return _draw_rates(rates, data.window, area, theme)
     curve = data.values(name)
     low, high = finite_bounds(curve.values())
-    title = [(f"{name} ", "title"), (format_range(curve), "text")]
+    title = [(f"{data.title(name)} ", "title"), (format_range(curve), "text")]
     if any(value is not None and not math.isfinite(value) for value in curve.values()):
         title.append(("  ! NaN or Inf", "bad"))
     if low is not None and high is not None and 0 < low < high / LOG_SCALE_RATIO:

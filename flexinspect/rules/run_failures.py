@@ -22,6 +22,10 @@ from flexinspect.rules.numerics.out_of_memory import out_of_memory_finding
 ERROR_EVENT = "error"
 RAISED, RULE_RAISED = "run.exception", "mask.rule-raised"
 _KINDS = finding_kinds(RAISED, RULE_RAISED)
+_MASK_FIX = (
+    "Look at the line and the mask that the sentence names: a BlockMask is for FlexAttention only, "
+    "a 4D mask for forwards and not for generate."
+)
 _MAX_MESSAGE, _MAX_CODE = 200, 60
 _NOT_FAILURES = ("SystemExit", "KeyboardInterrupt", "GeneratorExit", "CancelledError")
 
@@ -52,7 +56,10 @@ def exception_finding(event: EventRecord, generation: int = 0) -> Finding | None
     severity = Severity.NOTE if is_signal else kind.severity
     evidence = {name: value for name, value in data.items() if name != "traceback"}
     layer = data.get("layer")
-    found = Finding(id_, severity, sentence, layer=layer, evidence=evidence, step=event.step)
+    fix = _MASK_FIX if id_ == RAISED and data.get("mask") else ""
+    found = Finding(
+        id_, severity, sentence, layer=layer, evidence=evidence, step=event.step, fix=fix
+    )
     place = generation if event.generation is None else event.generation
     return fill_from_kind(kind, replace(found, generation=place))
 

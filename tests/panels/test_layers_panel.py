@@ -281,7 +281,7 @@ def test_level_basic_shows_the_layers_that_went_bad(source: Make) -> None:
     assert data.layers == ()
     lines = drawn(data, 38, 14)
     assert lines[0].startswith("First NaN/Inf at step 50, layer 2")
-    assert any("level basic records only" in line for line in PANEL.describe(data))
+    assert any("lower levels record only" in line for line in PANEL.describe(data))
     near = load(made, 38, 14, step=49)
     assert "X" in drawn(near, 38, 14)[1]
 

@@ -228,6 +228,18 @@ def test_the_loss_of_a_step_that_the_scaler_skipped_is_drawn(source: Source) -> 
     assert "loss in steps 0-39: 0.5." in PANEL.describe(data)
 
 
+def test_a_curve_of_columns_says_that_its_values_are_the_highest(source: Source) -> None:
+    made_request = request(4, width=24)
+    data = PANEL.load(source, made_request)
+    assert 1 < data.window.n_points < N_STEPS
+    line = next(
+        line for line in PANEL.describe(data) if line.startswith("highest loss in steps 0-39")
+    )
+    assert line.endswith("to 4.")
+    drawn = [strip.text for strip in PANEL.paint(data, made_request, Theme("none")).strips]
+    assert any(text.startswith("highest loss") for text in drawn)
+
+
 def test_the_run_panel_shows_the_stages_of_a_training_run(source: Source) -> None:
     run = load_panel("run")
     data = run.load(source, Request(TracePlace(step=3), run.initial_options, 80, 30))

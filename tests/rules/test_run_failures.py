@@ -37,6 +37,14 @@ def test_the_sentence_names_the_place_and_the_mask_before_the_exception() -> Non
         "1 x 1 x 12 x 12, which only FlexAttention takes, and these layers run 'eager'. It raised "
         "TypeError: unsupported operand."
     )
+    assert "BlockMask is for FlexAttention only" in finding.fix
+
+
+def test_the_fix_speaks_of_a_mask_only_where_one_was_received() -> None:
+    finding = exception_finding(event("ValueError: stop", frame=FRAME))
+    assert finding is not None
+    assert finding.fix
+    assert "BlockMask" not in finding.fix
 
 
 def test_a_mask_for_flexattention_is_not_blamed() -> None:

@@ -85,6 +85,8 @@ class TrainingFinder:
         self._is_over = False
         self.is_generating: Callable[[], bool] = lambda: False
         """Whether a model generates now: its forward passes are no evaluation of a training."""
+        self.on_step_end: Callable[[int, int], object] | None = None
+        """Called with the generation and number of each training step that ends."""
 
     def watch(self) -> None:
         """Observe the steps of all optimizers."""
@@ -199,7 +201,7 @@ class TrainingFinder:
             shared = SharedRun(self._recorder, next(self._numbers), name)
             governor = Governor(self._levels.level, None)
             session = TrainingSession(part, optimizer, self._writer, governor, shared)
-            session.is_paused = self.is_generating
+            session.is_paused, session.on_step_end = self.is_generating, self.on_step_end
             session.begin()
             one.session = session
             self._open.append(one)

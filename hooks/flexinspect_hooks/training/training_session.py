@@ -119,6 +119,8 @@ class TrainingSession:
         self._is_off = False
         self.is_paused: Callable[[], bool] = lambda: False
         """Whether forward passes belong to something else now, such as a call of `generate`."""
+        self.on_step_end: Callable[[int, int], object] | None = None
+        """Called with the generation and number of each step that ends."""
 
     def begin(self) -> None:
         """Install all hooks and begin the generation that represents the run."""
@@ -522,6 +524,8 @@ class TrainingSession:
         self.own_s += now.own_s
         self.total_s += now.wall_s
         self._check_overhead(now)
+        if self.on_step_end is not None:
+            self.on_step_end(self._generation, now.number)
         self._reported_loss, self._step_started = None, ended
         self._step_own_s = 0.0
         self._awaiting_loss, self._current = now, self._draft(now.number + 1)

@@ -91,7 +91,7 @@ class ModelFinder:
         self._open: list[FoundSession] = []  # those of the sessions that have not ended
         self._facts: list[dict[str, Any]] = []
         self.step_starts: deque[tuple[float, int, int]] = deque(maxlen=MAX_STEP_STARTS)
-        """When the last steps began, with their generations and numbers."""
+        """When the last steps began, or those of a training ended, with generation and number."""
         self.local = threading.local()
         """`root` is the `id` of the outermost model that the thread calls, None for none."""
         self._lock = threading.RLock()
@@ -226,6 +226,7 @@ class ModelFinder:
         levels, recorder = self._run.levels, self.recorder
         self._trainings = make(self.writer, recorder, self.numbers, levels, report)
         self._trainings.is_generating = lambda: any(one.generate_depth for one in self._open)
+        self._trainings.on_step_end = self._note_step_end
         self._trainings.watch()
 
     def add_optimizer(self, optimizer: Any) -> None:
@@ -325,8 +326,12 @@ class ModelFinder:
 
     # -- steps and events ------------------------------------------------------------------------
 
+    def _note_step_end(self, generation: int, step: int) -> None:
+        """Note the end of a training step: a program prints its loss after it."""
+        self.step_starts.append((time.time(), generation, step))
+
     def step_at(self, at: float) -> tuple[int | None, int | None]:
-        """Return (generation, step) of the last step that began before a time, else Nones."""
+        """Return (generation, step) of the last step that was noted before a time, else Nones."""
         starts = list(self.step_starts)
         index = bisect_right(starts, at, key=lambda start: start[0])
         return starts[index - 1][1:] if index else (None, None)

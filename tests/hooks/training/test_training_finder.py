@@ -125,6 +125,27 @@ def test_parts_closures_and_a_model_that_is_never_called(tmp_path: Path) -> None
     assert all(step.n_backward > 1 for step in found["encoder"])
 
 
+PRINTING = """
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).pow(2).mean().backward()
+    optimizer.step()
+    print("step", number, flush=True)
+"""
+
+
+def test_a_printed_line_belongs_to_the_step_that_ended_before_it(tmp_path: Path) -> None:
+    _, out = recorded(tmp_path, PRINTING)
+    with open_trace(out) as reader:
+        lines = [row.output for row in reader.output() if row.output.text.startswith("step")]
+    # A line is timed when the process that reads it has it, so it may seem to be of a later step.
+    for printed in lines:
+        assert printed.generation == 0
+        assert int(printed.text.split()[1]) <= (printed.step or 0) <= 2
+
+
 LOADED = """
 from torch.utils.data import DataLoader, TensorDataset
 model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1))
