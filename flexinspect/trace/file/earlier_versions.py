@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections.abc import Mapping
+from functools import cache
 
 from flexinspect.trace import schema
 from flexinspect.trace.schema import Table
@@ -116,11 +117,16 @@ def check_tables(db: sqlite3.Connection) -> None:
             raise sqlite3.DatabaseError(f"table '{name}' has computed columns")
 
 
+@cache
+def _tables_of_today() -> frozenset[str]:
+    return frozenset(table.create_sql() for table in schema.TABLES)
+
+
 def compatibility_selects(db: sqlite3.Connection) -> dict[str, str]:
     """Return for each table with differences, by name, the SELECT that gives it today's form."""
     is_old = db.execute("PRAGMA main.user_version").fetchone()[0] < schema.VERSION
     stored_sql = {sql for (sql,) in db.execute("SELECT sql FROM main.sqlite_schema")}
-    if not is_old and stored_sql.issuperset(each.create_sql() for each in schema.TABLES):
+    if not is_old and stored_sql >= _tables_of_today():
         return {}
     check_tables(db)
     columns: dict[str, set[str]] = {}

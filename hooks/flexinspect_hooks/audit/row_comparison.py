@@ -9,7 +9,7 @@ times what these runs differ by. Differences are relative to the norm of the row
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -136,11 +136,17 @@ class RowComparison(Struct):
         return [step for step in steps if step.evidence.values]
 
     def differences(
-        self, step: AuditedStep, values: Mapping[Point, Tensor]
+        self,
+        step: AuditedStep,
+        values: Mapping[Point, Tensor],
+        counts: Callable[[Point], bool] = lambda point: True,
     ) -> Iterator[tuple[Point, Tensor, Tensor]]:
-        """Yield point, relative difference and position of the rows of a step, in forward order."""
+        """Yield point, relative difference and position of the rows of a step, in forward order.
+
+        Points that do not count are not compared.
+        """
         evidence, b = step.evidence, step.row
-        for point in sorted(evidence.values, key=forward_order):
+        for point in sorted(filter(counts, evidence.values), key=forward_order):
             reference = values.get(point)
             if reference is None or (point[0] in _HEADWISE and not self._has_own_positions(step)):
                 continue
@@ -199,11 +205,14 @@ class RowComparison(Struct):
         self, step: AuditedStep, values: Mapping[Point, Tensor], layers_up_to: int
     ) -> tuple[int, int]:
         """Return how many queries, keys and values of the layers up to one agree, of how many."""
+
+        def counts(point: Point) -> bool:
+            return point[0] in _HEADWISE and point[1] is not None and point[1] <= layers_up_to
+
         agree = total = 0
-        for point, differences, _ in self.differences(step, values):
-            if point[0] in _HEADWISE and point[1] is not None and point[1] <= layers_up_to:
-                total += 1
-                agree += float(differences.max()) <= self.limits.get(point, 0.0)
+        for point, differences, _ in self.differences(step, values, counts):
+            total += 1
+            agree += float(differences.max()) <= self.limits.get(point, 0.0)
         return agree, total
 
     def _has_own_positions(self, step: AuditedStep) -> bool:
@@ -256,15 +265,16 @@ class RowComparison(Struct):
         With `layers_up_to` only points up to that layer count. Values that a program lays out in
         its own way do not count.
         """
+
+        def counts(point: Point) -> bool:
+            name, layer = point
+            if name in _HEADWISE or layers_up_to is None:
+                return name not in _HEADWISE
+            return name != LOGITS and (layer is None or layer <= layers_up_to)
+
         worst, agree, total = 0.0, 0, 0
         for step in steps:
-            for point, differences, _ in self.differences(step, values):
-                layer = point[1]
-                is_late = point[0] == LOGITS or (
-                    layer is not None and layers_up_to is not None and layer > layers_up_to
-                )
-                if point[0] in _HEADWISE or (layers_up_to is not None and is_late):
-                    continue
+            for point, differences, _ in self.differences(step, values, counts):
                 largest = float(differences.max())
                 worst, total = max(worst, largest), total + 1
                 agree += largest <= self.limits.get(point, 0.0)

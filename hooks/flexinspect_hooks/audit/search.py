@@ -298,9 +298,11 @@ class Search:
     def _agrees(self, values: dict[Point, Tensor], layer: int) -> bool:
         """Whether a forward that ended after the layer gives the program's numbers there."""
         worst, agree, total = self._comparison.agreement(values, [self._step], layer)
+        if not 0 < total == agree:
+            return False
         # Where the rounding of what follows is large, the gain shows in the quantity itself.
         closest = min(worst, self._difference_there(values))
-        return 0 < total == agree and closest * MIN_GAIN <= self._at.difference
+        return closest * MIN_GAIN <= self._at.difference
 
     def _agrees_before_heads(self, values: dict[Point, Tensor], layer: int) -> bool:
         """Whether the diverging queries, keys or values of a layer agree."""
@@ -349,9 +351,8 @@ class Search:
 
     def _difference_there(self, values: dict[Point, Tensor]) -> float:
         """Return by how much the quantity of the divergence still differs in the step."""
-        differences = self._comparison.differences(self._step, values)
-        those = (float(one.max()) for point, one, _ in differences if point == self._at.point)
-        return next(those, float("inf"))
+        there = self._comparison.differences(self._step, values, self._at.point.__eq__)
+        return next((float(differences.max()) for _, differences, _ in there), float("inf"))
 
     def _is_explained(self, values: dict[Point, Tensor], step: AuditedStep) -> bool:
         _, agree, total = self._comparison.agreement(values, [step], None)
