@@ -12,6 +12,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 
 import pytest
+from support.warm_python import Ran, run_warm
 
 from flexinspect.cli.run import job_from_argv
 from flexinspect.core.environment import is_recorder_alive
@@ -41,6 +42,12 @@ def python(*args: str, cwd: Path, stdin: bytes = b"") -> Done:
 def inspected(*args: str, cwd: Path, stdin: bytes = b"", flags: tuple[str, ...] = ()) -> Done:
     command = ("-m", "flexinspect", "run", "--no-ui", "--overwrite", "--out", "t.flextrace")
     return python(*command, *flags, *args, cwd=cwd, stdin=stdin)
+
+
+def inspected_warm(script: str, folder: Path) -> Ran:
+    """Run a program that loads torch, in a process in which it is loaded already."""
+    command = ("-m", "flexinspect", "run", "--no-ui", "--overwrite", "--out", "t.flextrace")
+    return run_warm([*command, script], cwd=folder)
 
 
 def write(folder: Path, name: str, text: str) -> None:
@@ -360,12 +367,12 @@ def train():
 
 def test_a_plain_training_is_recorded_and_other_programs_are_told_how(tmp_path: Path) -> None:
     write(tmp_path, "script.py", TRAINING + "train()\n")
-    done = inspected("script.py", cwd=tmp_path)
+    done = inspected_warm("script.py", tmp_path)
     assert unseen(tmp_path) == []
-    assert b"training net" in done.stderr
-    assert b"3 steps, loss" in done.stderr
+    assert "training net" in done.err
+    assert "3 steps, loss" in done.err
     write(tmp_path, "script.py", TRAINING)
-    inspected("script.py", cwd=tmp_path)
+    inspected_warm("script.py", tmp_path)
     (text,) = unseen(tmp_path)
     assert text.startswith("No step of a torch optimizer was seen. To record another training: ")
     write(tmp_path, "script.py", "import torch; torch.nn.Linear(2, 1)(torch.ones(1, 2))\n")
@@ -384,9 +391,9 @@ with flexinspect.watch_training(net, optimizer, out="own.flextrace", quiet=True)
     train()
 """
     write(tmp_path, "script.py", TRAINING + watch)
-    done = inspected("script.py", cwd=tmp_path)
+    done = inspected_warm("script.py", tmp_path)
     told = "The program records itself. To see it: flexinspect open own.flextrace"
-    lines = done.stderr.decode().splitlines()
+    lines = done.err.splitlines()
     assert lines.index(f"flexinspect: {told}") < lines.index("inside")
     assert unseen(tmp_path) == []
     with trace(tmp_path) as reader:
