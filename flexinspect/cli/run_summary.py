@@ -27,7 +27,7 @@ NO_NOTES = (
     *("phase", "error", "source", "recompute-check", "audit", "evaluation", "training-check"),
     *(CALLS_EVENT, PARAMETERS_EVENT, "generate", "kernel-options"),
     *("kept-state", "penalty-sign", "processor-rows", "stopping-rows"),
-    *("cache-origins", "sampled-otherwise"),
+    *("cache-origins", "sampled-otherwise", "choice-scores"),
 )
 """Kinds of events that are no notes of a summary."""
 _MAX_FINDINGS = 200

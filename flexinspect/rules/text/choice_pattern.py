@@ -11,6 +11,7 @@ from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import EventRecord
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.numerics.audit_findings import CHOICE_EVENT
+from flexinspect.rules.text.sampled_otherwise import SAMPLED_EVENT, SCORES_EVENT
 
 CHOICE = "audit.choice"
 _MEANT = (
@@ -35,10 +36,21 @@ class ChoicePatternRule(Rule):
     needs = (imported.EVENTS,)
     findings = finding_kinds(CHOICE)
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._explained = set[int | None]()
+        """Generations whose scores are known, which say more than the tokens."""
+
     def on_event(self, event: EventRecord) -> Findings:
         """Judge the choices of a generation."""
-        if event.kind == CHOICE_EVENT:
+        if event.kind in (SAMPLED_EVENT, SCORES_EVENT):
+            self._explained.add(event.generation)
+        elif event.kind == CHOICE_EVENT and not self._is_explained(event):
             yield self._choice(event)
+
+    def _is_explained(self, event: EventRecord) -> bool:
+        is_weaker = event.data["pattern"] in ("avoids-text", "temperature")
+        return is_weaker and event.generation in self._explained
 
     def _choice(self, event: EventRecord) -> Finding:
         data = event.data

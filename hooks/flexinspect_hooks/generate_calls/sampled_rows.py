@@ -1,7 +1,8 @@
-"""Observes calls of `torch.multinomial` that follow a forward of the model.
+"""Observes how a program chooses a token after a forward of the model.
 
-`generate`, loops of the program and `torch.distributions.Categorical` call it. When the generation
-ends, the probabilities are compared with the logits, see `sampling_errors`.
+`torch.multinomial` draws it, also for `generate` and `torch.distributions.Categorical`; `argmax`,
+`max` and `topk` take the best. When the generation ends, what they were given is compared with the
+logits, see `sampling_errors` and `choice_scores`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
+from flexinspect_hooks.generate_calls.choice_scores import describe_scores
 from flexinspect_hooks.generate_calls.sampling_errors import (
     MIN_ROWS,
     MIN_TOKENS,
@@ -27,55 +30,88 @@ MAX_ROWS = 8
 """Steps of a generation that are looked at."""
 
 
+class NewestLogits(Struct, frozen=True):
+    """The logits (vocabulary,) of a step whose token is not chosen yet, and the forward's thread.
+
+    The scores of `generate` are those of its processors, which are looked at elsewhere.
+    """
+
+    step: int
+    logits: Tensor
+    thread: int
+    is_generate: bool
+
+
 class SampledRows:
-    """The samples of the open generation of one model."""
+    """The choices of the open generation of one model."""
 
     def __init__(self) -> None:
         self._rows: list[SampledRow] = []
-        self._newest: tuple[int, Tensor, int] | None = None
+        self._candidates: list[SampledRow] = []
+        self._newest: NewestLogits | None = None
+        self._has_generate = False
 
-    def on_forward(self, step: int, logits: Tensor | None) -> None:
+    def on_forward(self, step: int, logits: Tensor | None, *, is_generate: bool = False) -> None:
         """A forward has returned these newest logits (vocabulary,)."""
-        is_read = logits is not None and logits.is_cpu and len(self._rows) < MAX_ROWS
-        self._newest = None
-        if is_read and logits is not None:
-            self._newest = step, logits, threading.get_ident()
+        self._newest, self._candidates = None, []
+        if logits is not None and logits.is_cpu and len(self._rows) < MAX_ROWS:
+            self._newest = NewestLogits(step, logits, threading.get_ident(), is_generate)
+            self._has_generate |= is_generate
 
-    def on_sample(self, probabilities: Any, drawn: Any) -> None:
-        """`torch.multinomial` has `drawn` from `probabilities`."""
-        newest, self._newest = self._newest, None
-        if newest is None or newest[2] != threading.get_ident():
+    def on_choice(self, values: Any, chosen: Any, *, draws: bool) -> None:
+        """A token was drawn from probabilities, or is the one with the highest score."""
+        newest = self._newest
+        if newest is None or (newest.is_generate and not draws):
             return
-        if not (isinstance(probabilities, Tensor) and isinstance(drawn, Tensor) and drawn.numel()):
+        if newest.thread != threading.get_ident() or not isinstance(values, Tensor):
             return
-        row = probabilities if probabilities.dim() == 1 else probabilities[0]
-        if not row.is_cpu or not MIN_TOKENS <= len(row) <= len(newest[1]):
+        row = values if values.dim() == 1 else values[0].reshape(-1, values.shape[-1])[-1]
+        logits, size = newest.logits, len(row)
+        is_whole = size == len(logits)
+        if not row.is_cpu or not MIN_TOKENS <= size <= len(logits) or not (draws or is_whole):
             return
-        step, logits, _ = newest
-        index = int(drawn.reshape(-1)[0])
-        found = SampledRow(step, logits.detach().clone(), row.detach().clone(), index)
-        self._rows.append(found)
+        if not draws and torch.equal(row.to(logits.dtype), logits):
+            return
+        index = int(chosen.reshape(-1)[0])
+        copies = logits.detach().clone(), row.detach().clone()
+        self._candidates.append(SampledRow(newest.step, *copies, index, draws=draws))
 
     def on_token(self, step: int, read: Callable[[], Tensor]) -> None:
         """The token that `step` chose is known; `read` returns its id (1,)."""
-        for row in self._rows[-1:]:
-            if row.step == step and row.token is None:
-                row.token = int(read()[0])
+        candidates, self._candidates, self._newest = self._candidates, [], None
+        if not candidates or candidates[0].step != step:
+            return
+        token = int(read()[0])
+        drawn = [one for one in candidates if one.draws]
+        best = [one for one in candidates if one.index == token]
+        for row in drawn[:1] or best[-1:]:
+            row.token = token
+            self._rows.append(row)
 
-    def take(self, text: Sequence[int]) -> dict[str, Any] | None:
-        """Return what is wrong with the samples since the last call, as the data of an event.
+    def take(self, text: Sequence[int]) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """Return what is wrong with the choices since the last call, and how scores are made.
 
-        `text` are the tokens of the prompt, which a penalty may move.
+        Both are the data of an event, or None. `text` are the tokens of the prompt, which a
+        penalty may move.
         """
-        rows, self._rows, self._newest = self._rows, [], None
+        rows = [*self._rows, *(one for one in self._candidates[:1] if one.draws)]
+        is_generate, self._has_generate = self._has_generate, False
+        self._rows, self._candidates, self._newest = [], [], None
+        n_drawn = sum(row.draws for row in rows)
+        draws = n_drawn * 2 >= len(rows)
+        rows = [row.in_order_of_tokens() for row in rows if row.draws == draws]
         if len(rows) < MIN_ROWS:
-            return None
+            return None, None
         known = {*text, *(one.token for one in rows if one.token is not None)}
-        try:
-            with torch.no_grad():
-                return explain_samples(rows, known, text)
-        except (RuntimeError, ValueError, IndexError):
-            return None  # values that are no probabilities
+        with suppress(RuntimeError, ValueError, IndexError), torch.no_grad():
+            wrong = explain_samples(rows, known, text)
+            if wrong is not None or is_generate:
+                return wrong, None
+            made = describe_scores(rows, text)
+            if made is None or "error" not in made:
+                return None, made
+            return {"pattern": made.pop("error"), **made}, None
+        return None, None  # values that are no probabilities
 
 
 _observers: list[SampledRows] = []
@@ -83,9 +119,10 @@ _restores: list[Callable[[], None]] = []
 
 
 def observe_samples(rows: SampledRows) -> Callable[[], None]:
-    """Let `rows` know of all samples until the returned function is called."""
+    """Let `rows` know of all choices until the returned function is called."""
     if not _observers:
-        _restores.extend(patch(owner, "multinomial", _observed(owner)) for owner in _OWNERS)
+        places = [(owner, name) for owner in _OWNERS for name in _FUNCTIONS]
+        _restores.extend(patch(owner, name, _observed(owner, name)) for owner, name in places)
     _observers.append(rows)
 
     def remove() -> None:
@@ -96,18 +133,22 @@ def observe_samples(rows: SampledRows) -> Callable[[], None]:
     return remove
 
 
+_FUNCTIONS = ("multinomial", "argmax", "max", "topk")
 _OWNERS = (torch, Tensor)
 
 
-def _observed(owner: Any) -> Callable[..., Any]:
-    original = owner.multinomial
+def _observed(owner: Any, name: str) -> Callable[..., Any]:
+    original, draws = getattr(owner, name), name == "multinomial"
+    has_index = name in ("multinomial", "argmax")
 
-    def multinomial(*args: Any, **kwargs: Any) -> Any:
-        drawn = original(*args, **kwargs)
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        chosen = original(*args, **kwargs)
         if not torch.compiler.is_compiling():
             for rows in tuple(_observers):
-                with suppress(Exception):  # the tensors may be of any kind
-                    rows.on_sample(args[0] if args else kwargs.get("input"), drawn)
-        return drawn
+                with suppress(Exception):  # the arguments may be of any kind
+                    values = args[0] if args else kwargs["input"]
+                    index = chosen if has_index else chosen.indices
+                    rows.on_choice(values, index, draws=draws)
+        return chosen
 
-    return functools.wraps(original)(multinomial)
+    return functools.wraps(original)(choose)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
 MIN_ROWS = 3
@@ -25,28 +26,68 @@ _MIN_SPREAD = 20.0
 _MAX_OVERLAP = 0.6
 _MAX_CHANCE = 1e-3
 """How probable it may be that the sizes of other sets fit one top-p."""
+_REMOVED = -1e4
+"""Programs that cannot write infinity remove tokens with a score below this."""
 _TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5, 2.0)
 _TWICE_REST, _FLATTER = 0.02, 0.8
 _TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 
 
 class SampledRow(Struct):
-    """A sample of one step.
+    """The choice of a token in one step.
 
-    The newest logits (vocabulary,) of the forward before it, the probabilities (n,) of batch row 0,
-    and the `index` among them that was drawn. `token` is the one that the next forward was given.
+    The newest logits (vocabulary,) of the forward before it, the `values` (n,) of batch row 0 from
+    which it was chosen, and the `index` among them. They are probabilities, of which one was drawn
+    (`draws`), or scores, of which the highest was taken. `token` is the one that the next forward
+    was given.
     """
 
     step: int
     logits: Tensor
-    probabilities: Tensor
+    values: Tensor
     index: int
     token: int | None = None
+    draws: bool = True
 
     @property
     def tolerance(self) -> float:
         """By how much log-probabilities may differ, in nats."""
-        return _TOLERANCES.get(self.probabilities.dtype, 3e-2)
+        return _TOLERANCES.get(self.values.dtype, 3e-2)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is a value for each token of the vocabulary."""
+        return len(self.values) == len(self.logits)
+
+    @property
+    def logs(self) -> Tensor:
+        """The log-probabilities, or the scores, in float64 (n,)."""
+        values = self.values.double()
+        return values.log() if self.draws else values
+
+    @property
+    def is_kept(self) -> Tensor:
+        """Which values can be chosen (n,)."""
+        return self.values > 0 if self.draws else self.values > _REMOVED
+
+    def in_order_of_tokens(self) -> SampledRow:
+        """Return the row with its values by token, where they were sorted and the place mapped."""
+        if not (self.draws and self.is_full) or self.token in (None, self.index):
+            return self
+        for descending in (True, False):
+            order = self.logits.sort(descending=descending, stable=True).indices
+            if int(order[self.index]) == self.token:
+                values = torch.empty_like(self.values)
+                values[order] = self.values
+                return replace(self, values=values, index=self.token)
+        return self
+
+    def kept_tokens(self) -> Tensor:
+        """Return the tokens that can be chosen; fewer values are those of the best, in order."""
+        if self.is_full:
+            return self.is_kept.nonzero()[:, 0]
+        best = self.logits.sort(descending=True, stable=True).indices[: len(self.values)]
+        return best[self.is_kept]
 
 
 def explain_samples(
@@ -72,7 +113,7 @@ def _fit(values: Tensor, row: SampledRow, text: set[int]) -> float | None:
     None if they are not. Tokens of the text are left out.
     """
     places = _kept(row, text)
-    slope, rest = _line(values.double()[places], row.probabilities.double()[places].log())
+    slope, rest = _line(values.double()[places], row.logs[places])
     return slope if rest <= row.tolerance else None
 
 
@@ -81,7 +122,7 @@ def _can_be_judged(row: SampledRow, text: set[int]) -> bool:
     places = _kept(row, text)
     if len(places) < MIN_TOKENS:
         return False
-    return float(row.probabilities.double()[places].log().std()) > _MIN_SPREAD * row.tolerance
+    return float(row.logs[places].std()) > _MIN_SPREAD * row.tolerance
 
 
 def _line(x: Tensor, y: Tensor) -> tuple[float, float]:
@@ -96,7 +137,7 @@ def _line(x: Tensor, y: Tensor) -> tuple[float, float]:
 
 def _kept(row: SampledRow, text: set[int]) -> Tensor:
     """Return the tokens with a probability, without those of the text."""
-    is_kept = row.probabilities > 0
+    is_kept = row.is_kept
     is_kept[[one for one in text if one < len(is_kept)]] = False
     return is_kept.nonzero()[:, 0]
 
@@ -105,8 +146,8 @@ def _ranks(rows: Sequence[SampledRow], text: set[int]) -> dict[str, Any] | None:
     """The probabilities were sorted, and the place that was drawn was fed as a token."""
     examples = []
     for row in [one for one in rows if _can_be_judged(one, set())]:
-        n, ordered = len(row.probabilities), row.logits.sort(descending=True, stable=True)
-        is_sorted = bool((row.probabilities.diff() <= 0).all())
+        n, ordered = len(row.values), row.logits.sort(descending=True, stable=True)
+        is_sorted = row.draws and bool((row.values.diff() <= 0).all())
         if not is_sorted or _fit(ordered.values[:n], row, set()) is None:
             return None
         token = int(ordered.indices[row.index])
@@ -117,14 +158,14 @@ def _ranks(rows: Sequence[SampledRow], text: set[int]) -> dict[str, Any] | None:
     if len(examples) < MIN_ROWS:
         return None
     row, token = examples[0]
-    facts = {"step": row.step, "rank": row.index, "meant": token, "n": len(row.probabilities)}
+    facts = {"step": row.step, "rank": row.index, "meant": token, "n": len(row.values)}
     return facts | {"total": len(rows)}
 
 
 def _logits_of_before(rows: Sequence[SampledRow], text: set[int]) -> dict[str, Any] | None:
     """The probabilities are those of the logits of the step before."""
     pairs = [(a, b) for a, b in pairwise(rows) if b.step == a.step + 1 and _can_be_judged(b, text)]
-    if len(pairs) < MIN_ROWS or not all(_is_full(b) for _, b in pairs):
+    if len(pairs) < MIN_ROWS or not all(b.is_full for _, b in pairs):
         return None
     late = [_fit(before.logits, now, text) for before, now in pairs]
     now = [_fit(row.logits, row, text) for _, row in pairs]
@@ -135,10 +176,12 @@ def _logits_of_before(rows: Sequence[SampledRow], text: set[int]) -> dict[str, A
 
 def _twice(rows: Sequence[SampledRow], text: set[int]) -> dict[str, Any] | None:
     """The probabilities are a softmax of a softmax."""
-    if not all(_is_full(row) and _is_softmax_twice(row, _kept(row, set())) for row in rows):
+    if not all(row.draws and row.is_full for row in rows):
+        return None
+    if not all(_is_softmax_twice(row, _kept(row, set())) for row in rows):
         return None
     row = rows[0]
-    best, right = float(row.probabilities.max()), float(row.logits.double().softmax(-1).max())
+    best, right = float(row.values.max()), float(row.logits.double().softmax(-1).max())
     if best > _FLATTER * right:
         return None  # of a flat distribution a second softmax changes nothing
     return {"step": row.step, "total": len(rows), "best": best, "right": right}
@@ -147,7 +190,7 @@ def _twice(rows: Sequence[SampledRow], text: set[int]) -> dict[str, Any] | None:
 def _is_softmax_twice(row: SampledRow, places: Tensor) -> bool:
     if len(places) < MIN_TOKENS:
         return False
-    x, y = row.logits.double()[places], row.probabilities.double()[places].log()
+    x, y = row.logits.double()[places], row.logs[places]
     _, rest_of_logits = _line(x, y)
     for temperature in _TEMPERATURES:
         slope, rest = _line((x / temperature).softmax(-1), y)
@@ -159,7 +202,7 @@ def _is_softmax_twice(row: SampledRow, places: Tensor) -> bool:
 def _negated(rows: Sequence[SampledRow], text: set[int]) -> dict[str, Any] | None:
     """The probabilities fall with the logits."""
     rows = [row for row in rows if _can_be_judged(row, text)]
-    slopes = [_fit(row.logits, row, text) if _is_full(row) else None for row in rows]
+    slopes = [_fit(row.logits, row, text) if row.is_full else None for row in rows]
     if len(rows) < MIN_ROWS or not all(slope is not None and slope < 0 for slope in slopes):
         return None
     return {"step": rows[0].step, "total": len(rows)}
@@ -167,11 +210,11 @@ def _negated(rows: Sequence[SampledRow], text: set[int]) -> dict[str, Any] | Non
 
 def _other_set(rows: Sequence[SampledRow], text: set[int]) -> dict[str, Any] | None:
     """As many tokens are kept as top-p or top-k keeps, but other ones."""
-    rows = [row for row in rows if _can_be_judged(row, text)]
+    rows = [row for row in rows if row.draws and _can_be_judged(row, text)]
     if len(rows) < MIN_ROWS:
         return None
     places = [_kept(row, set()) for row in rows]
-    slopes = [_fit(row.logits, row, text) if _is_full(row) else None for row in rows]
+    slopes = [_fit(row.logits, row, text) if row.is_full else None for row in rows]
     overlaps = []
     for row, kept, slope in zip(rows, places, slopes, strict=True):
         if slope is None or slope <= 0 or len(kept) == len(row.logits):
@@ -254,10 +297,10 @@ class _Scaled(Struct, frozen=True):
 
 def _scaled(row: SampledRow, text: set[int]) -> _Scaled | None:
     """Compare the scores of tokens of the text with their logits; None if they are not known."""
-    if not _is_full(row) or not _can_be_judged(row, text):
+    if not row.is_full or not _can_be_judged(row, text):
         return None
     places, logits = _kept(row, text), row.logits.double()
-    logs = row.probabilities.double().log()
+    logs = row.logs
     slope, rest = _line(logits[places], logs[places])
     if rest > row.tolerance or slope <= 0:
         return None
@@ -265,7 +308,7 @@ def _scaled(row: SampledRow, text: set[int]) -> _Scaled | None:
     tokens = torch.tensor([one for one in sorted(text) if one < len(logits)])
     # A filter keeps the best tokens: one of the text that is missing among them was moved.
     floor = logits[places].min()
-    tokens = tokens[(row.probabilities[tokens] > 0) | (logits[tokens] > floor)]
+    tokens = tokens[row.is_kept[tokens] | (logits[tokens] > floor)]
     scores, own = (logs[tokens] - shift) / slope, logits[tokens]
     is_moved = (scores - own).abs() > 0.02 * own.abs().clamp_min(0.1)
     is_large = own.abs() > 0.05  # of others the ratio is not known
@@ -277,7 +320,3 @@ def _masses(row: SampledRow, kept: Tensor, slope: float | None) -> tuple[float, 
     """Return the probability of as many of the best tokens as are `kept`, less one, and of all."""
     sums = ((slope or 1.0) * row.logits.double()).softmax(-1).sort(descending=True).values.cumsum(0)
     return (float(sums[len(kept) - 2]) if len(kept) > 1 else 0.0), float(sums[len(kept) - 1])
-
-
-def _is_full(row: SampledRow) -> bool:
-    return len(row.probabilities) == len(row.logits)

@@ -34,7 +34,7 @@ from flexinspect.rules.numerics.changed_weights import CHANGED_EVENT
 from flexinspect.rules.numerics.unmet_configuration import UNMET_EVENT
 from flexinspect.rules.text.generate_options import GENERATE_EVENT, INITIALISED_EVENT
 from flexinspect.rules.text.generated_length import LENGTH_EVENT
-from flexinspect.rules.text.sampled_otherwise import SAMPLED_EVENT
+from flexinspect.rules.text.sampled_otherwise import SAMPLED_EVENT, SCORES_EVENT
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.failure_facts import failure_facts
@@ -301,7 +301,7 @@ class WatchSession(CaptureSession):
             return
         self._step, self._is_broken = None, False
         if self.level != "basic":
-            self._samples.on_forward(step.step, row)
+            self._samples.on_forward(step.step, row, is_generate=bool(self.generate_depth))
         ended = time.perf_counter()
         step.capture_s += ended - started
         step.wall_ms = (ended - step.started) * 1e3
@@ -348,13 +348,19 @@ class WatchSession(CaptureSession):
         if pending is not None and not reason:
             reason = "no forward received the token that the last step chose, so it is not known"
         self._finish_step(None, 0)
-        if found := self._samples.take([one.token_id for one in builder.record.tokens]):
-            text = "The program samples from other probabilities than those of its model."
-            place = builder.record.generation, found["step"]
-            event = EventRecord(SAMPLED_EVENT, text, time.time(), *place, found)
-            self.recorder.put_event(event, self._rule_runner)
+        self._record_choices(builder)
         self._builder, self._is_broken, ended_at = None, False, time.time()
         self.recorder.put(lambda: builder.end(state, reason, ended_at))
+
+    def _record_choices(self, builder: GenerationBuilder) -> None:
+        """Record how tokens were chosen, where their scores are not the logits."""
+        found = self._samples.take([one.token_id for one in builder.record.tokens])
+        for kind, facts in zip((SAMPLED_EVENT, SCORES_EVENT), found, strict=True):
+            if facts is not None:
+                text = "The program chooses tokens by other numbers than the logits of its model."
+                place = builder.record.generation, facts["step"]
+                event = EventRecord(kind, text, time.time(), *place, facts)
+                self.recorder.put_event(event, self._rule_runner)
 
     def _record_lost_forward(self, step: StepContext) -> None:
         """Record that a forward did not return; it may be tried again."""

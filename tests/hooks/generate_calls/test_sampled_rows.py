@@ -12,15 +12,18 @@ from support.planting import of, one, planted
 from support.tiny import ids, make_model
 from torch import Tensor, nn
 
+from flexinspect.records.finding import Severity
+
 Sampler = Callable[[Tensor], Tensor]
 """From the newest logits (vocabulary,) to a token (1,)."""
 SIZE = 96  # of the vocabulary
+OWNERS, FUNCTIONS = (torch, Tensor), ("multinomial", "argmax", "max", "topk")
 
 
-def model(spread: float = 0.4) -> Any:
+def model(spread: float = 0.4, size: int = SIZE) -> Any:
     """Return a tiny model whose logits differ as those of a trained one do."""
     torch.manual_seed(0)
-    tiny = make_model("llama", vocab_size=SIZE, tie_word_embeddings=False)
+    tiny = make_model("llama", vocab_size=size, tie_word_embeddings=False)
     nn.init.normal_(tiny.lm_head.weight, std=spread)
     return tiny
 
@@ -238,7 +241,151 @@ def test_a_processor_of_generate_that_keeps_other_tokens_is_named(tmp_path: Path
     assert "as top-p 0.7 does" in found.sentence
 
 
+class Loop:
+    """Ways to choose a token from the newest logits, some of which keep a state between steps."""
+
+    def __init__(self) -> None:
+        self.text = [one % SIZE for one in ids(9, 1)]
+        self.state: Any = None
+
+    def greedy(self, scores: Tensor) -> Tensor:
+        self.text.append(int(scores.argmax(-1)))
+        return torch.tensor(self.text[-1:])
+
+    def penalty(self, logits: Tensor) -> Tensor:
+        scores, seen = logits.clone(), torch.tensor(sorted({*self.text}))
+        own = scores[seen]
+        scores[seen] = torch.where(own > 0, own / 1.3, own * 1.3)
+        return self.greedy(scores)
+
+    def wrong_sign(self, logits: Tensor) -> Tensor:
+        scores, seen = logits.clone(), torch.tensor(sorted({*self.text}))
+        scores[seen] /= 1.3
+        return self.greedy(scores)
+
+    def newest_lowered(self, logits: Tensor) -> Tensor:
+        scores = logits.clone()
+        scores[self.text[-1]] -= 5
+        return self.greedy(scores)
+
+    def counts_added_up(self, logits: Tensor) -> Tensor:
+        counts = torch.bincount(torch.tensor(self.text), minlength=SIZE)
+        self.state = counts if self.state is None else self.state + counts
+        return self.greedy(logits - 0.2 * self.state)
+
+    def smoothed(self, logits: Tensor) -> Tensor:
+        self.state = logits if self.state is None else 0.5 * self.state + 0.5 * logits
+        return self.greedy(self.state)
+
+    def banned(self, logits: Tensor) -> Tensor:
+        scores = logits.clone()
+        scores[3:9] = -torch.inf
+        return self.greedy(scores)
+
+    def exponential_noise(self, logits: Tensor) -> Tensor:
+        return self.greedy(logits - torch.rand_like(logits).log())
+
+    def gumbel_noise(self, logits: Tensor) -> Tensor:
+        return self.greedy(logits - (-torch.rand_like(logits).log()).log())
+
+    def cooled(self, logits: Tensor) -> Tensor:
+        return drawn((logits / 0.7).softmax(-1))
+
+    def multiplied(self, logits: Tensor) -> Tensor:
+        return drawn((logits * 0.7).softmax(-1))
+
+    def cooled_twice(self, logits: Tensor) -> Tensor:
+        return drawn((logits / 0.7 / 0.7).softmax(-1))
+
+    def crossing_dropped(self, logits: Tensor) -> Tensor:
+        values, order = (logits / 0.9).sort(descending=True)
+        values[values.softmax(-1).cumsum(-1) > 0.9] = -torch.inf
+        return order[drawn(values.softmax(-1))]
+
+    def crossing_kept(self, logits: Tensor) -> Tensor:
+        values, order = (logits / 0.9).sort(descending=True)
+        table = values.softmax(-1)
+        values[table.cumsum(-1) - table > 0.9] = -torch.inf
+        return order[drawn(values.softmax(-1))]
+
+    def sorted_upwards(self, logits: Tensor) -> Tensor:
+        values, order = logits.sort()
+        values[values.softmax(-1).cumsum(-1) > 0.9] = -torch.inf
+        return order[drawn(values.softmax(-1))]
+
+    def best_20_cooled(self, logits: Tensor) -> Tensor:
+        values, order = logits.topk(20)
+        return order[drawn((values / 0.7).softmax(-1))]
+
+
+def chosen(tmp_path: Path, name: str, size: int = SIZE) -> list[Any]:
+    """Generate with a method of `Loop`, and return all findings."""
+    tiny, choose = model(0.2, size), getattr(Loop(), name)
+
+    def loop() -> None:
+        torch.manual_seed(5)
+        tokens, cache = torch.tensor([ids(9, 1)]) % SIZE, None
+        with torch.no_grad():
+            for _ in range(24):
+                out = tiny(tokens, past_key_values=cache, use_cache=True)
+                cache, tokens = out.past_key_values, choose(out.logits[0, -1])[None]
+
+    return planted(tmp_path, tiny, loop)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("wrong_sign", "divides the scores by 1.3 for tokens of the text, whatever their sign"),
+        ("multiplied", "The logits are multiplied by 0.7 before a token is chosen"),
+        ("cooled_twice", "divided by 0.49, which is 0.7 times 0.7: the temperature is applied"),
+        ("crossing_dropped", "Tokens are kept as long as their probability stays below 0.9"),
+        ("sorted_upwards", "The best tokens are removed, up to "),
+        ("exponential_noise", "Exponential noise, -log(u), is added to the logits"),
+    ],
+)
+def test_scores_that_are_wrong_whatever_is_meant_are_named(
+    tmp_path: Path, name: str, expected: str
+) -> None:
+    found = one(chosen(tmp_path, name, size=300), "generate.sampled-otherwise")
+    assert expected in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("penalty", "of the text, all that can be chosen, are penalized by 1.3 (positive ones"),
+        ("newest_lowered", "the scores of the newest token of the text alone are lowered by 5 ("),
+        ("counts_added_up", "are lowered by 0.2 in step 0, and most lowered by 1.6 in step 7 ("),
+        ("smoothed", "0.5 times the logits of the step plus 0.5 times the scores of the step be"),
+        ("banned", "that are better than some of these cannot, token ids 3, 4, 5, 6, 7, 8 among"),
+        ("cooled", "Tokens are drawn at temperature 0.7 (8 steps compared)."),
+        ("crossing_kept", "Tokens are drawn at temperature 0.9; the "),
+        ("best_20_cooled", "at temperature 0.7; the 20 best of 96 tokens are kept, with 0."),
+    ],
+)
+def test_scores_that_may_be_meant_are_described(tmp_path: Path, name: str, expected: str) -> None:
+    findings = chosen(tmp_path, name)
+    found = one(findings, "generate.choice-scores")
+    assert found.severity is Severity.NOTE
+    assert expected in found.sentence
+    assert of(findings, "generate.sampled-otherwise") == []
+
+
+@pytest.mark.parametrize("name", ["greedy", "gumbel_noise"])
+def test_of_the_best_token_and_of_samples_nothing_is_said(tmp_path: Path, name: str) -> None:
+    findings = chosen(tmp_path, name, size=300)
+    for kind in ("generate.choice-scores", "generate.sampled-otherwise"):
+        assert of(findings, kind) == []
+
+
+def test_a_temperature_that_is_known_replaces_the_estimate_from_the_tokens(tmp_path: Path) -> None:
+    findings = chosen(tmp_path, "cooled")
+    assert of(findings, "audit.choice") == []
+    assert of(findings, "generate.choice-scores") != []
+
+
 def test_level_basic_looks_at_no_sample_and_the_functions_are_restored(tmp_path: Path) -> None:
-    before = torch.multinomial, torch.Tensor.multinomial
+    before = [getattr(owner, name) for owner in OWNERS for name in FUNCTIONS]
     assert sampled(tmp_path, lambda logits: drawn((-logits).softmax(-1)), level="basic") == []
-    assert (torch.multinomial, torch.Tensor.multinomial) == before
+    assert [getattr(owner, name) for owner in OWNERS for name in FUNCTIONS] == before
