@@ -97,6 +97,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "reach": "flexinspect.rules.masks.transitive_reach:TransitiveReachRule",
         "tables": "flexinspect.rules.masks.block_tables:BlockTablesRule",
         "heads": "flexinspect.rules.masks.heads_and_batches:HeadsRule",
+        "hidden_keys": "flexinspect.rules.masks.hidden_keys:HiddenKeysRule",
         "late_binding": "flexinspect.rules.masks.late_binding:LateBindingRule",
         "batches": "flexinspect.rules.masks.heads_and_batches:BatchRowsRule",
         "batch_padding": "flexinspect.rules.masks.heads_and_batches:BatchPaddingRule",

@@ -292,14 +292,17 @@ def test_the_correct_decode_case_makes_no_finding() -> None:
     assert serious(found_in_case("c3_open_decode_row")) == []
 
 
+@pytest.mark.parametrize("as_table", [False, True], ids=["4D masks", "2D masks"])
 @pytest.mark.parametrize("broken", [True, False])
 def test_generated_keys_after_right_padding_are_seen_by_each_batch_row(
-    tmp_path: Path, broken: bool
+    tmp_path: Path, broken: bool, as_table: bool
 ) -> None:
     model, width, lengths = make_model("llama"), 9, torch.tensor([9, 5, 7])
     tokens = torch.tensor([ids(width, 3)] * 3) * (torch.arange(width) < lengths[:, None])
 
     def bias(is_open: Tensor) -> Tensor:
+        if as_table and is_open.shape[2] == 1:
+            return is_open[:, 0, 0].long()
         return torch.zeros(is_open.shape).masked_fill(~is_open, torch.finfo(torch.float32).min)
 
     def run() -> None:

@@ -99,6 +99,15 @@ SAME_IDS = ((0, SECOND), (1, THIRD - SECOND), (1, len(TEXTS) - THIRD))
 """Runs of position ids: after the BOS, each line begins with 1."""
 
 
+def test_borders_that_are_late_by_position_ids_from_0_on_are_a_warning() -> None:
+    positions = ((0, SECOND), (0, THIRD - SECOND), (0, len(TEXTS) - THIRD))
+    cells = blocks([SECOND + 1, THIRD + 1])
+    finding = one(look(cells, declared={"tokenizer": {}}, positions=positions), SUSPECT)
+    assert finding.severity is Severity.WARNING
+    assert "1 token late" in finding.sentence
+    assert "(where the position ids start again)" in finding.sentence
+
+
 def test_a_first_segment_without_a_border_is_found_by_the_position_ids() -> None:
     cells = blocks([SECOND, THIRD])
     cells |= np.tri(len(TEXTS), dtype=bool) & (np.arange(len(TEXTS)) < SECOND)

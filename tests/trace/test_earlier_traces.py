@@ -128,6 +128,7 @@ _NEW_RULES = (
         "cut_rows",
     ),
     *("kept_state", "shrinking_prefix", "stopping_rows", "tree_positions", "unmet_configuration"),
+    "hidden_keys",
     "penalty_sign",
     "sampled_otherwise",
     "assembled_cache",

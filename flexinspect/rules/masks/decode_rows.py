@@ -125,7 +125,8 @@ class DecodingRule(Rule):
             for view in views:
                 last = replace(view, cells=view.cells[:, -2:].copy())
                 self._prompt_views.update(dict.fromkeys(view.layers, last))
-            self._real = step_array(step, "inputs.seen")
+            real = step_array(step, "inputs.seen")
+            self._real = step_array(step, "inputs.mask") if real is None else real
             yield from self._check_strict_rows(step, views)
         for key, (newest, finding) in tuple(self._undecided.items()):
             if key[0] == step.branch and newest.step.step < step.step:  # it did not recur

@@ -145,11 +145,11 @@ class ParallelSegments(NamedTuple):
         """Return those of position ids in runs (first id, count), None for fewer than three.
 
         The first segment continues the ids of the text before it, so only the others have a run of
-        their own.
+        their own; without such a text it begins at 0.
         """
         starts = np.cumsum([0, *(count for _, count in runs)])
         ids = [first for first, _ in runs]
-        if len(ids) < 3 or len({*ids[1:]}) > 1 or ids[0] != 0 or not 0 < ids[1] < runs[0][1]:
+        if len(ids) < 3 or len({*ids[1:]}) > 1 or ids[0] != 0 or not 0 <= ids[1] < runs[0][1]:
             return None
         return cls(ids[1], tuple(int(start) for start in starts[1:-1]))
 
@@ -195,7 +195,7 @@ def _numbered_parts(
     """
     begins, others = {parallel.first, *parallel.others}, {*parallel.others}
     if others <= {*borders}:
-        if not parallel.is_first_seen:
+        if not parallel.is_first_seen or not parallel.first:
             return None
         return InferredSegments(borders, by_ids=True, without_border=parallel.first)
     for n in prompt_facts.candidate_shifts(prompt):

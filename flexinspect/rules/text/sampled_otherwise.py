@@ -79,9 +79,12 @@ def _penalty_sign(data: Mapping[str, Any]) -> str:
     if factor > 1:
         how, likelier, others = f"multiplies the scores by {factor:.3g}", positive, negative
     less = f" and {others} less" if others else ""
+    what = "whatever their sign"
+    if data.get("of_logs"):
+        what = "which are log-probabilities, so all negative"
     return (
-        f"Before it chooses, the program {how} for tokens of the text, whatever their sign: in "
-        f"step {data['step']}, {plural(likelier, 'token')} became more likely{less}"
+        f"Before it chooses, the program {how} for tokens of the text, {what}: in step "
+        f"{data['step']}, {plural(likelier, 'token')} became more likely{less}"
     )
 
 

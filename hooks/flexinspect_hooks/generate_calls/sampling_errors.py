@@ -240,7 +240,14 @@ def _other_set(rows: Sequence[SampledRow], text: set[int]) -> dict[str, Any] | N
 
 def _penalty_sign(rows: Sequence[SampledRow], text: set[int]) -> dict[str, Any] | None:
     """Scores of tokens of the text are scaled by one factor, whatever their sign."""
-    found = [one for row in rows if (one := _scaled(row, text)) is not None]
+    return _scaled_by_one_factor(rows, text) or _scaled_by_one_factor(rows, text, of_logs=True)
+
+
+def _scaled_by_one_factor(
+    rows: Sequence[SampledRow], text: set[int], *, of_logs: bool = False
+) -> dict[str, Any] | None:
+    """Return the factor; with `of_logs` that of the log-probabilities, which are all negative."""
+    found = [one for row in rows if (one := _scaled(row, text, of_logs=of_logs)) is not None]
     if len(found) < MIN_ROWS or not all(one.ratios.numel() >= MIN_ROWS for one in found):
         return None
     factor = float(found[0].ratios.median())
@@ -252,7 +259,8 @@ def _penalty_sign(rows: Sequence[SampledRow], text: set[int]) -> dict[str, Any] 
     if factor > 1 and min(n_positive) < 2:
         return None  # a penalty multiplies negative scores
     facts = {"step": found[0].step, "total": len(rows), "factor": factor}
-    return facts | {"n_negative": n_negative[0], "n_positive": n_positive[0]}
+    counts = {"n_negative": n_negative[0], "n_positive": n_positive[0]}
+    return facts | counts | ({"of_logs": True} if of_logs else {})
 
 
 def _penalty_of_newest(
@@ -295,7 +303,7 @@ class _Scaled(Struct, frozen=True):
     is_moved: Tensor
 
 
-def _scaled(row: SampledRow, text: set[int]) -> _Scaled | None:
+def _scaled(row: SampledRow, text: set[int], *, of_logs: bool = False) -> _Scaled | None:
     """Compare the scores of tokens of the text with their logits; None if they are not known."""
     if not row.is_full or not _can_be_judged(row, text):
         return None
@@ -310,6 +318,9 @@ def _scaled(row: SampledRow, text: set[int]) -> _Scaled | None:
     floor = logits[places].min()
     tokens = tokens[row.is_kept[tokens] | (logits[tokens] > floor)]
     scores, own = (logs[tokens] - shift) / slope, logits[tokens]
+    if of_logs:
+        total = logits.logsumexp(-1)
+        scores, own = scores - total, own - total
     is_moved = (scores - own).abs() > 0.02 * own.abs().clamp_min(0.1)
     is_large = own.abs() > 0.05  # of others the ratio is not known
     kept = is_moved & is_large & scores.isfinite()

@@ -94,7 +94,7 @@ class InputsHook(Hook):
         if ids is not None and pending.batch > 1:
             pending.tables["inputs.ids"] = ids.to(torch.int32, copy=True)
         mask = arguments.get("attention_mask")
-        if pending.batch > 1 and (seen := _seen_keys(mask, pending.batch)) is not None:
+        if pending.batch > 1 and (seen := _seen_keys(mask, pending.batch, step)) is not None:
             pending.tables["inputs.seen"] = seen
         if not step.kv_before and isinstance(mask, Tensor) and mask.dim() == 2:
             pending.tables["inputs.mask"] = mask != 0
@@ -142,9 +142,18 @@ class InputsHook(Hook):
                 draft.arrays.append(ArrayRecord(f"inputs.{name}", table))
 
 
-def _seen_keys(mask: Any, batch: int) -> Tensor | None:
-    """Which keys any row sees, bool (batch, keys), by a mask (batch, heads, rows, keys)."""
-    if not isinstance(mask, Tensor) or mask.dim() != 4 or len(mask) != batch:
+def _seen_keys(mask: Any, batch: int, step: StepContext) -> Tensor | None:
+    """Which keys any row sees, bool (batch, keys), by a mask (batch, heads, rows, keys).
+
+    A mask (batch, keys) of a decode step counts where it closes the newest token of a sequence. On
+    a GPU, which is not waited for, that of the first of these steps is kept.
+    """
+    if not isinstance(mask, Tensor) or len(mask) != batch:
+        return None
+    if mask.dim() == 2 and step.kv_before:
+        is_kept = bool((mask[:, -1] == 0).any()) if mask.is_cpu else step.step == 1
+        return mask != 0 if is_kept else None
+    if mask.dim() != 4:
         return None
     if mask.numel() > _MAX_CELLS:
         return None

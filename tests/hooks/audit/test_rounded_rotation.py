@@ -110,3 +110,15 @@ def test_tables_that_only_have_the_dtype_of_the_model_agree(
     verdicts, findings, _ = run(audit, model, angles_of, 300)
     assert not findings
     assert [one.divergence for one in verdicts] == [None]
+
+
+def test_tables_without_the_factor_of_yarn_are_named(audit: Audit) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0}
+    model = make_model(
+        "llama",
+        rope_parameters=yarn | {"original_max_position_embeddings": 64},
+        max_position_embeddings=512,
+    )
+    _, (found,), _ = run(audit, model, lambda p, f: p * f, 60)
+    assert found.id == REPRODUCED, found.sentence
+    assert "lack the factor attention_scaling (1.208)" in found.sentence

@@ -263,6 +263,11 @@ class Loop:
         scores[seen] /= 1.3
         return self.greedy(scores)
 
+    def logs_divided(self, logits: Tensor) -> Tensor:
+        scores, seen = logits.log_softmax(-1), torch.tensor(sorted({*self.text}))
+        scores[seen] /= 1.3
+        return self.greedy(scores)
+
     def newest_lowered(self, logits: Tensor) -> Tensor:
         scores = logits.clone()
         scores[self.text[-1]] -= 5
@@ -337,6 +342,10 @@ def chosen(tmp_path: Path, name: str, size: int = SIZE) -> list[Any]:
     ("name", "expected"),
     [
         ("wrong_sign", "divides the scores by 1.3 for tokens of the text, whatever their sign"),
+        (
+            "logs_divided",
+            "by 1.3 for tokens of the text, which are log-probabilities, so all negat",
+        ),
         ("multiplied", "The logits are multiplied by 0.7 before a token is chosen"),
         ("cooled_twice", "divided by 0.49, which is 0.7 times 0.7: the temperature is applied"),
         ("crossing_dropped", "Tokens are kept as long as their probability stays below 0.9"),

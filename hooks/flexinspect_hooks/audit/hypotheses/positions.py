@@ -146,6 +146,26 @@ def rope_base(probe: FaultProbe) -> Edits:
         yield ForwardEdit(name="rope.base", sentence=f"{what} and no scaling", rope=turned)
 
 
+def rope_unscaled(probe: FaultProbe) -> Edits:
+    """Cos and sin lack the factor of a long-context scaling, as that of YaRN.
+
+    It is `attention_scaling` of the rotary module (https://arxiv.org/abs/2309.00071, section 3.4).
+    """
+    if not _has_rope(probe):
+        return
+    modules = probe.reference.model.modules()
+    factors = {getattr(module, "attention_scaling", None) for module in modules}
+    for factor in factors:
+        if not isinstance(factor, int | float) or factor in (0, 1):
+            continue
+
+        def turned(turn: Rotation, factor: float = factor) -> tuple[Tensor, Tensor]:
+            return turn.rotate(turn.query, turn.key, turn.cos / factor, turn.sin / factor)
+
+        what = f"whose cos and sin of RoPE lack the factor attention_scaling ({factor:.4g})"
+        yield ForwardEdit(name="rope.unscaled", sentence=what, rope=turned)
+
+
 def rope_rounded(probe: FaultProbe) -> Edits:
     """Positions, frequencies or angles are rounded to bfloat16 or float16 before cos and sin."""
     if not _has_rope(probe):
@@ -299,6 +319,7 @@ HYPOTHESES = (
     rope_of_other_layers,
     positions_shifted,
     rope_base,
+    rope_unscaled,
     rope_rounded,
     rope_module_rounded,
 )
