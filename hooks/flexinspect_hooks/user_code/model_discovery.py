@@ -432,6 +432,17 @@ def _part_hook(session: weakref.ref[FoundSession], layer: int) -> Any:
     return on_part
 
 
+def _last_layer_hook(session: weakref.ref[FoundSession]) -> Any:
+    """Return a hook on the last layer. Copies of it keep no session."""
+
+    def on_layer(module: nn.Module, args: Any) -> None:
+        found = session()
+        if found is not None and not torch.compiler.is_compiling():
+            found.enter_last_layer()
+
+    return on_layer
+
+
 class FoundSession(WatchSession):
     """The session of a model that was found; it prints nothing, and reports no removed hooks."""
 
@@ -447,6 +458,8 @@ class FoundSession(WatchSession):
         """Of each layer whose parts are called, the layer before it and its attention module."""
         self._layer_output: SimpleNamespace | None = None
         """What a step gives that began with a layer, None for any other."""
+        self._is_in_last_layer = False
+        """Whether the last layer has begun in a step that began with a layer."""
         self.exit_exception_id = 0
         """The `id` of the exception that the last forward raised; the program may catch it."""
         super().__init__(
@@ -497,11 +510,13 @@ class FoundSession(WatchSession):
         self._end_in_layer(None)
         is_first = self._first_part is None
         if is_first:
-            remove = on_logits(self._model, self._end_in_layer)
+            remove = on_logits(self._model, self._on_logits)
             self._removes += [] if remove is None else [(None, remove)]
+            self._watch_last_layer()
         if part and part not in self._watched_parts:
             self._watch_parts(part)
         self._first_part, self.context.is_in_parts = part, bool(part)
+        self._is_in_last_layer = len(self.context.blocks) < 2
         super()._on_forward_start(self._model, (), arguments)
         if self._step is not None:
             self._layer_output = SimpleNamespace(
@@ -531,6 +546,7 @@ class FoundSession(WatchSession):
         if self._layer_output is None or not self.context.is_open:
             return
         before, attention = self._layer_places[layer]
+        self._is_in_last_layer |= layer == max(self.context.blocks)
         set_current_layer(layer, attention())
         keep = self.context.keep_hidden
         if before is not None and isinstance(hidden, Tensor) and keep is not None:
@@ -545,12 +561,29 @@ class FoundSession(WatchSession):
     def _may_keep_keys(self) -> bool:
         return self.context.is_in_parts or super()._may_keep_keys()
 
+    def _watch_last_layer(self) -> None:
+        if self.context.blocks:
+            _, block = self.context.blocks[max(self.context.blocks)]
+            hook = _last_layer_hook(weakref.ref(self))
+            self._removes.append((None, block.register_forward_pre_hook(hook).remove))
+
+    def enter_last_layer(self) -> None:
+        """Note that the last layer begins."""
+        self._is_in_last_layer = True
+
+    def _on_logits(self, logits: Tensor) -> None:
+        """End the open step; logits before the last layer are those of a lens, or an early exit."""
+        if self._is_in_last_layer:
+            self._end_in_layer(logits)
+        elif self._layer_output is not None:
+            self._layer_output.logits = logits
+
     def _end_in_layer(self, logits: Tensor | None) -> None:
         """End the step that began with a layer, if one is open."""
         output, self._layer_output = self._layer_output, None
         if output is not None:
             set_current_layer(None, None)
-            output.logits = logits
+            output.logits = output.logits if logits is None else logits
             self._on_forward_end(self._model, (), output)
 
     def _finish_generation(self, state: str = "finished", reason: str = "") -> None:

@@ -39,6 +39,8 @@ def logits_of(rows, positions):
         hidden = layer(
             hidden, attention_mask=mask, position_embeddings=(cos, sin), past_key_values=cache
         )
+        if "lens" in sys.argv:
+            model.lm_head(body.norm(hidden[:, -1]))
     return model.lm_head(body.norm(hidden[:, -1]))  # without a dimension of rows
 
 """
@@ -82,6 +84,8 @@ def logits_of(rows, positions):
         out = attend(q, k, v).transpose(1, 2).flatten(2)
         hidden = hidden + own.o_proj(out)
         hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        if "lens" in sys.argv and not n:
+            model.lm_head(body.norm(hidden[:, -1:]))
     return model.lm_head(body.norm(hidden[:, -1:]))[:, 0]
 """
 
@@ -121,6 +125,14 @@ def test_a_loop_over_the_layers_is_one_generation_and_agrees(tmp_path: Path) -> 
         events = [row.event for row in reader.events()]
         assert sum(event.kind == LAYER_LOOP_EVENT for event in events) == 1
         assert any("4 steps, 14 rows agree" in event.text for event in events)
+        assert [one.id for one in reader.findings() if one.severity != "note"] == []
+
+
+@pytest.mark.parametrize("loop", ["LOOP", "PARTS"])
+def test_the_logits_of_a_lens_do_not_end_a_step(tmp_path: Path, loop: str) -> None:
+    reader, _ = recorded(tmp_path, DECODE, "lens", loop={"LOOP": LOOP, "PARTS": PARTS}[loop])
+    with reader:
+        assert any("4 steps, 14 rows agree" in row.event.text for row in reader.events())
         assert [one.id for one in reader.findings() if one.severity != "note"] == []
 
 
