@@ -137,7 +137,7 @@ def _requests(request: KernelRequest, *, small: bool) -> Iterator[KernelRequest]
 
 
 def _timed_requests(request: KernelRequest, *, small: bool) -> Iterator[KernelRequest]:
-    lengths = (64,) if small else (1024, 4096, 8192)
+    lengths = (64,) if small else (1024, 2048, 4096)
     config = "causal-float32" if small else "head-128-bfloat16"
     for length in lengths:
         yield replace(

@@ -28,6 +28,10 @@ RUNS_MODELS = re.compile(
 """What a test file imports that loads torch or starts a process."""
 
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+"""The suite tests what runs anywhere, in forked processes, which cannot use CUDA after their parent
+did. What needs a GPU is in `benchmarks.gpu`."""
+
 settings.register_profile("suite", derandomize=True, deadline=None)
 settings.register_profile("search", derandomize=False, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))

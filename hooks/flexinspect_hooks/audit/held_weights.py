@@ -141,7 +141,7 @@ def _sample(parameters: Sequence[Tensor]) -> Tensor:
     on_devices: dict[torch.device, list[int]] = {}
     for index, one in enumerate(sums):
         on_devices.setdefault(one.device, []).append(index)
-    result = torch.zeros(len(sums), dtype=torch.float64)
+    result = torch.zeros(len(sums), dtype=torch.float64, device="cpu")
     for indices in on_devices.values():  # one synchronisation per device
         result[indices] = torch.stack([sums[index] for index in indices]).cpu()
     return result
@@ -155,4 +155,4 @@ def _sampled_sum(parameter: Tensor) -> Tensor:
             chosen = values[:: max(len(values) // _SAMPLED, 1)].double()
             weights = torch.arange(1, len(chosen) + 1, device=chosen.device, dtype=chosen.dtype)
             return (chosen * weights).sum().nan_to_num()
-    return torch.zeros((), dtype=torch.float64)
+    return torch.zeros((), dtype=torch.float64, device="cpu")

@@ -40,6 +40,7 @@ from flexinspect_hooks.audit.program_audit import (
 from flexinspect_hooks.audit.quantized_scales import wrong_scales
 from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.loading.library_output import quiet_libraries
+from flexinspect_hooks.python_internals.default_device import cpu_by_default
 
 SHARE = 0.2
 """The part of the run's time that audits may take, if that is more than the budget in seconds."""
@@ -79,6 +80,7 @@ class AuditBudget:
         return now + max(allowed - self.used_s, 0.0)
 
 
+@cpu_by_default()
 def audit_session(
     store: EvidenceStore,
     recorder: Recorder,

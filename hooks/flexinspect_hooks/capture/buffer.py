@@ -95,7 +95,7 @@ class StepBuffer:
         step of 18 ms was measured at 25 ms). On an accelerator it is done in torch, where the
         inputs are. Inputs must not change afterwards; `wait=False` does the work at once.
         """
-        if self._device.type == "cpu" and wait:
+        if wait and self._device.type == "cpu" and all(map(_is_on_cpu, inputs.values())):
             detached = {name: _map(_without_graph, value) for name, value in inputs.items()}
             self._pending.append((self.owner, reduction, detached))
             return
@@ -110,12 +110,17 @@ class StepBuffer:
         """Start the copy to the host without waiting for it."""
         if self._stream is None or not self._tensors:
             return
-        on_device = {n: t.contiguous() for n, t in self._tensors.items() if t.is_cuda}
+        # Layers may be on several GPUs; a copy between two of them waits for both streams.
+        on_device = {
+            name: tensor.to(self._device, non_blocking=True).contiguous()
+            for name, tensor in self._tensors.items()
+            if tensor.is_cuda
+        }
         if not on_device:
             return
         packed = torch.cat([t.view(-1).view(torch.uint8) for t in on_device.values()])
         self._packed_facts = [(n, t.shape, t.dtype, t.nbytes) for n, t in on_device.items()]
-        self._host = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True)
+        self._host = torch.empty(packed.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._host.copy_(packed, non_blocking=True)
@@ -147,7 +152,7 @@ class StepBuffer:
             self._done.synchronize()
             data, start = self._host.numpy(), 0
             for name, shape, dtype, n_bytes in self._packed_facts:
-                tensor = torch.empty(shape, dtype=dtype)
+                tensor = torch.empty(shape, dtype=dtype, device="cpu")
                 tensor.view(-1).view(torch.uint8).numpy()[:] = data[start : start + n_bytes]
                 out[name] = _as_numpy(tensor)
                 start += n_bytes
@@ -164,6 +169,12 @@ def _map(convert: Callable[[Tensor], Any], value: Inputs) -> Any:
     if value is None or isinstance(value, Tensor):
         return None if value is None else convert(value)
     return [convert(tensor) for tensor in value]
+
+
+def _is_on_cpu(value: Inputs) -> bool:
+    if value is None or isinstance(value, Tensor):
+        return value is None or value.is_cpu
+    return all(tensor.is_cpu for tensor in value)
 
 
 def _as_numpy(tensor: Tensor) -> npt.NDArray[Any]:

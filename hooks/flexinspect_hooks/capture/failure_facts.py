@@ -283,9 +283,9 @@ def _probes(rule: FunctionType, n: int, last: tuple[int, int]) -> Iterator[dict[
     """Call a rule for its first and its last cell, and yield what it gives or raises."""
     torch: Any = sys.modules["torch"]
     for cell in dict.fromkeys(((0, 0), last)):
-        indices = [torch.tensor(value) for value in (0, 0, *cell)]
+        indices = [torch.tensor(value, device="cpu") for value in (0, 0, *cell)]
         if n == 5:
-            indices.insert(0, torch.tensor(0.0))
+            indices.insert(0, torch.tensor(0.0, device="cpu"))
         try:
             given = rule(*indices)
             is_tensor = isinstance(given, torch.Tensor)

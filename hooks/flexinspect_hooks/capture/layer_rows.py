@@ -93,7 +93,7 @@ def capture_rows(
         for index, point in enumerate(points):
             stack.enter_context(_register_hook(point, index, on_hidden))
         run()
-    return [torch.cat(part, 1) if part else torch.zeros(0, 0) for part in parts]
+    return [torch.cat(part, 1) if part else torch.zeros(0, 0, device="cpu") for part in parts]
 
 
 def _register_hook(point: CapturePoint, index: int, on_hidden: Callable[[int, Any], None]) -> Any:

@@ -31,6 +31,7 @@ from flexinspect_hooks.changed_weights.replaced_weights import (
 )
 from flexinspect_hooks.changed_weights.weight_changes import Delta, change_facts
 from flexinspect_hooks.changed_weights.weight_orders import Weights, order_facts
+from flexinspect_hooks.python_internals.default_device import cpu_by_default
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import tensor_version
 
@@ -158,7 +159,7 @@ class MadeWeights:
             return None
         made.n_compared += 1
         facts: dict[str, Any] = {}
-        with suppress(Exception), torch.no_grad():
+        with suppress(Exception), torch.no_grad(), cpu_by_default():
             changes = _changes(made, model)
             facts = changes.facts
             if str(facts) == made.reported:
@@ -309,7 +310,8 @@ def block_places(n: int) -> Tensor:
 def _places(n: int, side: int, device: torch.device) -> Tensor:
     count = min(n, side)
     # While a model in bfloat16 is made that is the default dtype, which has too few digits.
-    return torch.linspace(0, n - 1, count, dtype=torch.float64).round().long().to(device)
+    places = torch.linspace(0, n - 1, count, dtype=torch.float64, device="cpu")
+    return places.round().long().to(device)
 
 
 def _versions(named: dict[str, nn.Parameter]) -> dict[str, int]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
 from flexinspect_hooks.generate_calls.choice_scores import describe_scores
@@ -24,10 +25,13 @@ from flexinspect_hooks.generate_calls.sampling_errors import (
     SampledRow,
     explain_samples,
 )
+from flexinspect_hooks.python_internals.default_device import cpu_by_default
 from flexinspect_hooks.python_internals.patching import patch
 
 MAX_ROWS = 8
 """Steps of a generation that are looked at."""
+_MAX_CANDIDATES = 4
+"""Choices after one forward of which copies are made."""
 
 
 class NewestLogits(Struct, frozen=True):
@@ -42,19 +46,40 @@ class NewestLogits(Struct, frozen=True):
     is_generate: bool
 
 
+class _Choice(Struct, frozen=True):
+    """Copies of what a token may have been chosen from in a step, where the program has it.
+
+    The logits (vocabulary,), the values (n,) and the index (1,) of the chosen one among them. They
+    are read when the generation is over: a GPU is not waited for.
+    """
+
+    step: int
+    logits: Tensor
+    values: Tensor
+    index: Tensor
+    draws: bool
+
+    def read(self) -> SampledRow | None:
+        """Return it as a row on the CPU, None for scores that are the logits themselves."""
+        logits, values = self.logits.cpu(), self.values.cpu()
+        if not self.draws and torch.equal(values.to(logits.dtype), logits):
+            return None
+        return SampledRow(self.step, logits, values, int(self.index[0]), draws=self.draws)
+
+
 class SampledRows:
     """The choices of the open generation of one model."""
 
     def __init__(self) -> None:
-        self._rows: list[SampledRow] = []
-        self._candidates: list[SampledRow] = []
+        self._steps: list[tuple[list[_Choice], Tensor]] = []  # with the token (1,) that was chosen
+        self._candidates: list[_Choice] = []
         self._newest: NewestLogits | None = None
         self._has_generate = False
 
     def on_forward(self, step: int, logits: Tensor | None, *, is_generate: bool = False) -> None:
         """A forward has returned these newest logits (vocabulary,)."""
         self._newest, self._candidates = None, []
-        if logits is not None and logits.is_cpu and len(self._rows) < MAX_ROWS:
+        if logits is not None and len(self._steps) < MAX_ROWS:
             self._newest = NewestLogits(step, logits, threading.get_ident(), is_generate)
             self._has_generate |= is_generate
 
@@ -68,35 +93,35 @@ class SampledRows:
         row = values if values.dim() == 1 else values[0].reshape(-1, values.shape[-1])[-1]
         logits, size = newest.logits, len(row)
         is_whole = size == len(logits)
-        if not row.is_cpu or not MIN_TOKENS <= size <= len(logits) or not (draws or is_whole):
+        if not MIN_TOKENS <= size <= len(logits) or not (draws or is_whole):
             return
-        if not draws and torch.equal(row.to(logits.dtype), logits):
-            return
-        index = int(chosen.reshape(-1)[0])
-        copies = logits.detach().clone(), row.detach().clone()
-        self._candidates.append(SampledRow(newest.step, *copies, index, draws=draws))
+        is_here = row.is_cpu and logits.is_cpu
+        if is_here and not draws and torch.equal(row.to(logits.dtype), logits):
+            return  # most greedy loops: this is faster than the copies
+        if len(self._candidates) < _MAX_CANDIDATES:
+            parts = (logits, row, chosen.reshape(-1)[:1])
+            logits, values, place = (one.detach().clone() for one in parts)
+            self._candidates.append(_Choice(newest.step, logits, values, place, draws))
 
     def on_token(self, step: int, read: Callable[[], Tensor]) -> None:
         """The token that `step` chose is known; `read` returns its id (1,)."""
         candidates, self._candidates, self._newest = self._candidates, [], None
         if not candidates or candidates[0].step != step:
             return
-        token = int(read()[0])
-        drawn = [one for one in candidates if one.draws]
-        best = [one for one in candidates if one.index == token]
-        for row in drawn[:1] or best[-1:]:
-            row.token = token
-            self._rows.append(row)
+        self._steps.append((candidates, read()[:1].detach().clone()))
 
+    @cpu_by_default()
     def take(self, text: Sequence[int]) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """Return what is wrong with the choices since the last call, and how scores are made.
 
         Both are the data of an event, or None. `text` are the tokens of the prompt, which a
         penalty may move.
         """
-        rows = [*self._rows, *(one for one in self._candidates[:1] if one.draws)]
+        rows = [row for choices, token in self._steps for row in _taken(choices, int(token[0]))]
+        if self._candidates and self._candidates[0].draws:
+            rows += filter(None, [self._candidates[0].read()])
         is_generate, self._has_generate = self._has_generate, False
-        self._rows, self._candidates, self._newest = [], [], None
+        self._steps, self._candidates, self._newest = [], [], None
         n_drawn = sum(row.draws for row in rows)
         draws = n_drawn * 2 >= len(rows)
         rows = [row.in_order_of_tokens() for row in rows if row.draws == draws]
@@ -112,6 +137,14 @@ class SampledRows:
                 return None, made
             return {"pattern": made.pop("error"), **made}, None
         return None, None  # values that are no probabilities
+
+
+def _taken(choices: Sequence[_Choice], token: int) -> list[SampledRow]:
+    """Return the row that a token was chosen from: the first of draws, else the last that fits."""
+    rows = [row for one in choices if (row := one.read()) is not None]
+    drawn = [row for row in rows if row.draws]
+    best = [row for row in rows if row.index == token]
+    return [replace(row, token=token) for row in drawn[:1] or best[-1:]]
 
 
 _observers: list[SampledRows] = []

@@ -115,7 +115,7 @@ def _copied(result: Any) -> Any:
 
 def _as_rows(results: list[Any], n_rows: int) -> Tensor | None:
     """Return results as [calls, rows] on the CPU, None if they have another shape."""
-    rows = [torch.as_tensor(one) for one in results]
+    rows = [one if isinstance(one, Tensor) else torch.tensor(one, device="cpu") for one in results]
     if any(one.dim() > 1 or (one.dim() == 1 and len(one) != n_rows) for one in rows):
         return None
     devices = {one.device for one in rows}

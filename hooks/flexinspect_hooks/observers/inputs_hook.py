@@ -253,7 +253,9 @@ class InputRows:
 
     def newest_id(self) -> Tensor:
         """Return the last token id (1,), on the device of the ids; only if there are any."""
-        return torch.tensor(self._read()["ids"][-1:]) if self._ids is None else self._ids[-1:]
+        if self._ids is not None:
+            return self._ids[-1:]
+        return torch.tensor(self._read()["ids"][-1:], device="cpu")
 
     def token_ids(self) -> list[int] | None:
         """Return the token ids, None if the forward was called with embeddings."""

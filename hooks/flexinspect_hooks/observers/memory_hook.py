@@ -28,16 +28,15 @@ _STATM = Path("/proc/self/statm")
 class StepMemory:
     """Reads the memory of the process, its model and its GPU, without synchronisation."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
-        self._device = device
         self._rss, self.close = _rss_reader()
 
-    def read(self) -> MemoryRecord:
+    def read(self, device: torch.device) -> MemoryRecord:
         """The memory now, without the KV cache; the CUDA figures are those of the allocator."""
-        if self._device.type != "cuda":
+        if device.type != "cuda":
             return MemoryRecord(self._rss(), self._model, 0)
-        stats = torch.cuda.memory.memory_stats_as_nested_dict(self._device)
+        stats = torch.cuda.memory.memory_stats_as_nested_dict(device)
         allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
         sizes = (allocated["current"], reserved["current"], allocated["peak"])
         return MemoryRecord(self._rss(), self._model, 0, *sizes)
@@ -50,18 +49,18 @@ class MemoryHook(Hook):
 
     def install(self, context: CaptureContext) -> Iterable[Remove]:
         """Sum the bytes of parameters and buffers, and choose the cheapest way to read the RSS."""
-        self._device = context.device
-        self._memory = StepMemory(context.model, context.device)
+        self._context, self._memory = context, StepMemory(context.model)
         return [self._memory.close]
 
     def open(self, step: StepContext) -> None:
         """Reset the CUDA peak counter, so that it measures this step."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        device = self._context.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> MemoryRecord:
         """Read the memory, here because the writer thread may write this step with later ones."""
-        return self._memory.read()
+        return self._memory.read(self._context.device)
 
     def record(self, step: StepContext, kept: Any, values: Values, draft: StepDraft) -> None:
         """Write the step's `MemoryRecord`; the cache's size is computed from the calls' shapes."""

@@ -438,6 +438,12 @@ class CaptureSession:
         """
         return capture_cost([self], self.recorder)
 
+    def _use_device(self, device: torch.device) -> None:
+        """From now on steps are computed on `device`."""
+        if device != self._device:
+            self._device = self.context.device = device
+            self._stream = side_stream(device)
+
     def cores_are_taken(self) -> bool:
         """Whether the model runs on every core, so that the writer slows it down."""
         return self._device.type == "cpu" and torch.get_num_threads() >= available_cores()

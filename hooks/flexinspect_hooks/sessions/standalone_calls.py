@@ -78,7 +78,9 @@ class StandaloneCalls(CaptureSession):
             self._event("step-not-recorded", text)
 
     def _record_call(self, call: kernel_calls.KernelCall, returned: float) -> None:
-        q_len, kv_len = (int(call.arguments[name].shape[-2]) for name in ("query", "key"))
+        query, key = (call.arguments[name] for name in ("query", "key"))
+        self._use_device(query.device)
+        q_len, kv_len = (int(one.shape[-2]) for one in (query, key))
         step = self._make_step(q_len, kv_len, call.started, (returned - call.started) * 1e3)
         if self.n_calls == MAX_STANDALONE_CALLS:
             text = f"{self.n_calls} calls outside of a model are recorded; later ones are not."

@@ -548,7 +548,7 @@ def dense_tensors(value: Any) -> Iterator[Tensor]:
 def stack_numbers(values: Sequence[Tensor], device: torch.device) -> Tensor:
     """Numbers of any device and precision as one tensor on `device`; waits only for a CPU."""
     if not values:
-        return torch.zeros(0)
+        return torch.zeros(0, device="cpu")
     is_double = any(value.dtype is torch.float64 for value in values)
     dtype = torch.float64 if is_double else torch.float32
     non_blocking = device.type != "cpu"  # on the CPU, a copy could be read before it is complete

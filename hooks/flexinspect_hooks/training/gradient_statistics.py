@@ -335,7 +335,7 @@ def indices_by_kind(tensors: Sequence[Tensor]) -> list[Sequence[int]]:
 def _stack_norms(tensors: list[Tensor]) -> Tensor:
     is_dense = all(type(one) is Tensor and one.is_contiguous() for one in tensors)
     if is_dense and tensors[0].is_cpu and tensors[0].dtype in _EXACT_DTYPES:
-        return torch.tensor(_contiguous_norms(tensors), dtype=torch.float64)
+        return torch.tensor(_contiguous_norms(tensors), dtype=torch.float64, device="cpu")
     return stack_foreach_norms(tensors)
 
 

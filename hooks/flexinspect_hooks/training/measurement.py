@@ -348,7 +348,8 @@ def _empty_copies(samples: Sequence[Tensor]) -> list[Tensor]:
     again, which cost more than the copies (2000 page faults in a step of 50 ms).
     """
     rest = sum(one.nbytes + _ALIGNMENT for one in samples if one.is_cpu)
-    block = torch.empty(max(rest, _OWN_BLOCK) if rest else 0, dtype=torch.uint8)
+    size = max(rest, _OWN_BLOCK) if rest else 0
+    block = torch.empty(size, dtype=torch.uint8, device="cpu")
     copies, begin = [], 0
     for one in samples:
         if one.is_cpu:

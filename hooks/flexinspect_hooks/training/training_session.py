@@ -105,7 +105,8 @@ class TrainingSession:
         self._ranks = LiveRanks(model, self._generation, lambda: self._meter.groups)
         self._records = TrainingRecords(self._ranks)
         self._device = next(model.parameters()).device
-        self._memory = StepMemory(model, self._device)
+        self._memory = StepMemory(model)
+        self._read_memory = functools.partial(self._memory.read, self._device)
         self._hooks = ExitStack()
         self._awaiting_loss: TrainingStepDraft | None = None
         self._unwritten: deque[TrainingStepDraft] = deque()
@@ -506,7 +507,7 @@ class TrainingSession:
         self._order.add("step skipped" if now.is_skipped else "optimizer.step")
         now.notes += [*self._checks.take(), *self._evaluations.take(), *self._order.take()]
         now.detail, now.device = self._governor.detail.name, now.device or str(self._device)
-        now.memory = self._memory.read() if is_measured else None
+        now.memory = self._read_memory() if is_measured else None
         if self._collectives is not None:
             now.collectives = self._collectives.take()
             detail = self._governor.detail

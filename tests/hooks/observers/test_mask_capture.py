@@ -302,7 +302,7 @@ def test_layers_with_another_number_of_heads_do_not_share_a_mask_by_head() -> No
     clock.set_next_step(0)
     step = clock.open((torch.zeros(1, 9, dtype=torch.int64),), {}, "advanced")
     refs = [call(0, 4), call(1, 2), call(2, 4), call(3, 2)]
-    masks = MaskStore(CPU).capture_masks(refs, step, StepBuffer(CPU))
+    masks = MaskStore().capture_masks(refs, step, StepBuffer(CPU))
     assert [ref.captured.number for ref in refs] == [0, 1, 0, 1]
     assert [mask.cells.shape for mask in masks if mask.cells is not None] == [
         (4, 9, 9),

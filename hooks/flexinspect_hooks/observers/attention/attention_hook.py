@@ -81,11 +81,11 @@ class AttentionHook(Hook):
         self._n_layers_seen = 0
         self._kernel_options: dict[str, dict[str, Any]] = {}
         self._read_functions: set[int] = set()
-        self._mask_store = MaskStore(context.device)
+        self._mask_store = MaskStore()
         self._layer_codes = LayerCodes()
         self._series = CallSeries()
         self._compared_masks: set[tuple[Any, ...]] = set()
-        self._segment_reducer = segment_attention.SegmentAttentionReducer(context.device)
+        self._segment_reducer = segment_attention.SegmentAttentionReducer()
         self.kernels = KernelCalls(context) if context.sees_kernels else None
         self._wrapped_functions: dict[tuple[str, int], Callable[..., Any]] = {}
         removes = [] if context.is_standalone else [self._wrap_registry()]

@@ -308,7 +308,8 @@ def _compare_batch_rows(ref: AttentionCall) -> Tensor | None:
     received, mask = ref.mask, ref.captured
     batch, device = ref.query.shape[0], ref.query.device
     # Evenly spaced rows, the first and the last among them.
-    rows = torch.linspace(0, mask.q_len - 1, min(mask.q_len, SAMPLE_ROWS)).round().long().to(device)
+    count = min(mask.q_len, SAMPLE_ROWS)
+    rows = torch.linspace(0, mask.q_len - 1, count, device="cpu").round().long().to(device)
     equal = torch.zeros((batch, 6), dtype=torch.int64, device=device)
     is_dense = isinstance(received, Tensor)
     if received is None or (is_dense and (received.dim() < 4 or received.shape[0] == 1)):

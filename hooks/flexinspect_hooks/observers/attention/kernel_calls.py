@@ -466,7 +466,7 @@ class KernelCalls(Struct, eq=False):
         """Read what must be read before the call is made; return whether the call is observed."""
         is_open, step, arguments = self.context.is_open, self._step, call.arguments
         if call.name == BUILD and _may_use_memory(call):
-            call.peak = peak_bytes(self.context.device)
+            call.peak = peak_bytes(self._device_of(call))
         if is_open:
             call.layer, call.module = _thread.layer, _thread.module
             if call.layer is None:
@@ -542,8 +542,12 @@ class KernelCalls(Struct, eq=False):
             kv_len=int(arguments["KV_LEN"]),
             mask_mod=mask_mod_name(arguments["mask_mod"]),
             wall_ms=(time.perf_counter() - call.started) * 1e3,
-            peak_growth=max(peak_bytes(self.context.device) - call.peak, 0) if call.peak else 0,
+            peak_growth=max(peak_bytes(self._device_of(call)) - call.peak, 0) if call.peak else 0,
         )
+
+    def _device_of(self, build: KernelCall) -> torch.device:
+        """Return the device on which a mask is built."""
+        return torch.device(build.arguments.get("device") or self.context.device)
 
 
 def _may_use_memory(call: KernelCall) -> bool:

@@ -129,7 +129,7 @@ def _may_differ(function: FunctionType, name: str, n: int) -> bool:
 def _samples() -> Iterator[tuple[Tensor, ...]]:
     """Yield score, batch, head, row and key of some cells."""
     for score, head, row, key in ((1.0, 0, 3, 1), (-0.5, 0, 2, 2), (2.0, 1, 5, 0)):
-        yield torch.tensor(score), *(torch.tensor(n) for n in (0, head, row, key))
+        yield tuple(torch.tensor(n, device="cpu") for n in (score, 0, head, row, key))
 
 
 def record_late_bindings(found: Sequence[LateBinding], draft: StepDraft) -> None:

@@ -43,8 +43,8 @@ _TABLE_NAMES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_in
 class MaskStore:
     """Captures the masks of steps, and remembers which ones the trace already holds."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._indices = _IndexTensors(device)
+    def __init__(self) -> None:
+        self._indices: dict[torch.device, _IndexTensors] = {}  # layers may be on several
         self._codes = MaskModCodes()
         self._score_mods = ScoreModCells()
         self._stored: set[str] = set()
@@ -115,7 +115,7 @@ class MaskStore:
                     buffer.put(f"mask.{number}.{name}", table)
         if step.level == "basic" or mask.q_len * mask.kv_len > MAX_CELLS:
             return mask
-        mask.cells = _executed(ref, mask, self._indices)
+        mask.cells = _executed(ref, mask, self._indices_on(ref.query.device))
         if opened is not None and mask.cells is not None:
             mask.cells = mask.cells & opened
         for name in ("cells", "averaged", "mask_mod_blocks"):
@@ -150,9 +150,15 @@ class MaskStore:
         is_compiled = ref.path == "flex compiled"
         mask = CapturedMask(number, 1, kv_len, step.kv_before, first, is_compiled, is_open=True)
         if step.level != "basic" and kv_len <= MAX_CELLS:
-            mask.cells = self._indices.all_open(mask)
+            mask.cells = self._indices_on(ref.query.device).all_open(mask)
             buffer.put(f"mask.{number}.cells", mask.cells)
         return mask
+
+    def _indices_on(self, device: torch.device) -> _IndexTensors:
+        found = self._indices.get(device)
+        if found is None:
+            found = self._indices[device] = _IndexTensors(device)
+        return found
 
     def record(self, mask: CapturedMask, values: Values, draft: StepDraft) -> None:
         """Set the mask's fingerprint, and store the mask if it is new (writer thread)."""

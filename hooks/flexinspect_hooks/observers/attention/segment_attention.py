@@ -26,23 +26,14 @@ from flexinspect_hooks.python_internals.threads import available_cores
 from flexinspect_hooks.python_internals.torch_private import tensor_version
 
 
-class SegmentAttentionReducer:
-    """Reduces the newest rows of all layers of a step together."""
+class _SegmentTable:
+    """Which segment each key is in, on one device."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.begin(())
-
-    def begin(self, segments: Sequence[Segment]) -> None:
-        """Take a generation's segments; the last one has no end, because tokens are added."""
-        borders = [segment.start for segment in segments] or [0]
-        self._borders = torch.tensor([*borders, 1 << 40], device=self._device)
+    def __init__(self, starts: Sequence[int], device: torch.device) -> None:
+        self._borders = torch.tensor([*starts, 1 << 40], device=device)
         self._segments = segment_membership(0, self._borders)
-        # If torch uses every core, work in the writer thread slows the model down just as much.
-        self.defers = torch.get_num_threads() < available_cores()
-        """Whether rows may wait for the writer thread; not after rows were lost by waiting."""
 
-    def _segment_membership(self, n_keys: int, first: int) -> Tensor:
+    def membership(self, n_keys: int, first: int) -> Tensor:
         """Return float32 (keys, segments), 1 where a key is in a segment; key 0 is at `first`.
 
         It has `n_keys` rows or more.
@@ -52,6 +43,27 @@ class SegmentAttentionReducer:
         if n_keys > len(self._segments):
             self._segments = segment_membership(max(2 * n_keys, 1024), self._borders)
         return self._segments
+
+
+class SegmentAttentionReducer:
+    """Reduces the newest rows of all layers of a step together."""
+
+    def __init__(self) -> None:
+        self.begin(())
+
+    def begin(self, segments: Sequence[Segment]) -> None:
+        """Take a generation's segments; the last one has no end, because tokens are added."""
+        self._starts = [segment.start for segment in segments] or [0]
+        self._tables: dict[torch.device, _SegmentTable] = {}  # layers may be on several
+        # If torch uses every core, work in the writer thread slows the model down just as much.
+        self.defers = torch.get_num_threads() < available_cores()
+        """Whether rows may wait for the writer thread; not after rows were lost by waiting."""
+
+    def _table(self, device: torch.device) -> _SegmentTable:
+        found = self._tables.get(device)
+        if found is None:
+            found = self._tables[device] = _SegmentTable(self._starts, device)
+        return found
 
     def reduce(self, refs: Calls, kv_after: int, buffer: StepBuffer) -> None:
         """Put mass (layers, heads, segments), lse and entropy (layers, heads), lse_error (layers).
@@ -65,8 +77,8 @@ class SegmentAttentionReducer:
                 if ref.lse is None and ref.kernel is not None and ref.kernel.is_output_modified:
                     continue  # the program replaced what the kernel returned
                 ref.check_kind = "output" if ref.lse is None else "lse"
-                shape = (*ref.key.shape[1:], ref.query.shape[1])
-                key = (ref.captured.number, *shape, ref.check_kind, ref.scale, ref.softcap)
+                shape, device = (*ref.key.shape[1:], ref.query.shape[1]), ref.key.device
+                key = (ref.captured.number, *shape, ref.check_kind, ref.scale, ref.softcap, device)
                 groups.setdefault(key, []).append(index)
         for members in groups.values():
             suffix = "/" + ",".join(map(str, members)) if len(members) < len(refs) else ""
@@ -75,12 +87,14 @@ class SegmentAttentionReducer:
     def _reduce_group(self, refs: Calls, suffix: str, kv_after: int, buffer: StepBuffer) -> None:
         """Reduce the newest rows of layers that share a mask and a shape."""
         first, mask, n_keys = refs[0], refs[0].captured, refs[0].key.shape[2]
-        closed = None
+        closed, device = None, first.key.device
         if not mask.is_open:
             newest = cast(Tensor, mask.cells)[:, -1]
+            if newest.device != device:  # the mask of layers on several devices
+                newest = newest.to(device, non_blocking=True)
             closed = ~(newest if newest.shape[0] in (1, first.query.shape[1]) else newest[:1])
         # A static cache has more keys than the sequence, a sliding one fewer.
-        inside = self._segment_membership(n_keys, max(kv_after - n_keys, 0))
+        inside = self._table(device).membership(n_keys, max(kv_after - n_keys, 0))
         inputs: dict[str, Any] = {"closed": closed, "inside": inside, "bias": mask.bias}
         deferred = _defer_tensors(refs) if self.defers else None
         if deferred is not None:
