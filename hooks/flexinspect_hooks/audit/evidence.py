@@ -194,7 +194,7 @@ class EvidenceHook(Hook):
         self._context = context
         self._values: dict[Point, tuple[Tensor, int | None]] = {}
         self._pending: StepEvidence | None = None
-        self._rows: dict[int, Tensor] = {}
+        self._rows: dict[tuple[int, torch.device], Tensor] = {}
         self._paths: dict[int, str] = {}
         self._generation, self._n_full, self._n_rows = -1, 0, 1
         self._modules: list[tuple[weakref.ref[nn.Module], Point]] = []
@@ -380,9 +380,7 @@ class EvidenceHook(Hook):
         self._cache = None
         pending.cache = pending.cache or _identity(cache)
         pending.keys_after = newest_keys(cache, step.kv_after)
-        if pending.q_len not in self._rows:
-            self._rows[pending.q_len] = _kept_rows(pending.q_len, pending.ids.device)
-        pending.rows = self._rows[pending.q_len]
+        pending.rows = self._kept_rows(pending.q_len, pending.ids.device)
         self._keep_encoder(pending, step.output)
         for layer, output, version in self._context.layer_outputs():
             if isinstance(output, Tensor) and output.dim() == 3:
@@ -395,16 +393,26 @@ class EvidenceHook(Hook):
                 few = tensor if tensor.shape[0] <= MAX_BATCH else tensor[:MAX_BATCH]
                 pending.values[point] = few.detach() if few.requires_grad else few
             elif tensor.shape[1] == pending.q_len:
-                pending.values[point] = tensor[:MAX_BATCH].index_select(1, pending.rows)
+                pending.values[point] = self._some_rows(tensor)
         is_graph = not any(name == HIDDEN for name, _ in pending.values)
         if is_graph and not pending.is_quantised and not self._has_encoder:
             for name, layer, newest in newest_rows(cache, pending.kv_before, pending.q_len):
-                pending.values[name, layer] = newest[:MAX_BATCH].index_select(1, pending.rows)
+                pending.values[name, layer] = self._some_rows(newest)
         if step.logits is not None:
             pending.values[LOGITS, None] = _own_row(step.logits)
         if pending.padding is not None and pending.q_len > 1:
             pending.newest_best = _newest_best(step.output)
         store.keep(pending, self._context.model)
+
+    def _some_rows(self, tensor: Tensor) -> Tensor:
+        """Return the rows that are kept of (batch, rows, ...), on the device of their layer."""
+        return tensor[:MAX_BATCH].index_select(1, self._kept_rows(tensor.shape[1], tensor.device))
+
+    def _kept_rows(self, n: int, device: torch.device) -> Tensor:
+        found = self._rows.get((n, device))
+        if found is None:
+            found = self._rows[n, device] = _kept_rows(n, device)
+        return found
 
     def _keep_encoder(self, pending: StepEvidence, output: Any) -> None:
         """Keep what the encoder gave, if the step is the first one that has it."""

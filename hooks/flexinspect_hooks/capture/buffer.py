@@ -160,6 +160,18 @@ class StepBuffer:
         return out
 
 
+def stack_layers(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors of equal shape as one, on the device of the first: layers may be on several.
+
+    Raises `RuntimeError` for tensors of different shapes.
+    """
+    try:
+        return torch.stack(list(tensors))
+    except RuntimeError:
+        device = tensors[0].device
+        return torch.stack([one.to(device, non_blocking=True) for one in tensors])
+
+
 def _without_graph(tensor: Tensor) -> Tensor:
     # Each operation of torch costs 5 µs between two forwards, a detach that changes nothing too.
     return tensor.detach() if tensor.requires_grad else tensor

@@ -21,7 +21,13 @@ from torch import Tensor, nn
 
 from flexinspect.records.step import ArrayRecord
 from flexinspect.rules.numerics.audit_findings import TRAINING_EVENT
-from flexinspect_hooks.capture.buffer import Reduction, StepBuffer, Values, unless_modified
+from flexinspect_hooks.capture.buffer import (
+    Reduction,
+    StepBuffer,
+    Values,
+    stack_layers,
+    unless_modified,
+)
 from flexinspect_hooks.capture.step_clock import StepContext
 
 DIGEST_STREAM, WEIGHTS_STREAM = "audit.digests", "audit.weights"
@@ -87,9 +93,8 @@ def _some_rows(outputs: Sequence[Tensor]) -> Tensor:
     """Return the rows that have digests, (layers, sequences, rows, hidden)."""
     n = outputs[0].shape[1]
     if n > 1:
-        chosen = _row_index(n, outputs[0].device)
-        outputs = [output.index_select(1, chosen) for output in outputs]
-    return torch.stack(list(outputs))
+        outputs = [one.index_select(1, _row_index(n, one.device)) for one in outputs]
+    return stack_layers(outputs)
 
 
 class HiddenDigests:

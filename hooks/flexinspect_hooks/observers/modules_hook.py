@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from flexinspect.records.step import LENS_EVENT, CallRecord, LayerStatRecord
-from flexinspect_hooks.capture.buffer import MODIFIED, StepBuffer, Values, unless_modified
+from flexinspect_hooks.capture.buffer import (
+    MODIFIED,
+    StepBuffer,
+    Values,
+    stack_layers,
+    unless_modified,
+)
 from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.observers.hidden_digests import HiddenDigests, version_of
@@ -84,13 +90,14 @@ class ModuleHook(Hook):
             stack = [output for _, output, _ in kept]  # stacked in the writer thread
             buffer.defer(unless_modified(stack, _one_row_statistics), outputs=stack)
         elif step.q_len == 1:
-            stack = torch.stack([output[0] for _, output, _ in kept]).flatten(1).float()
+            stack = stack_layers([output[0] for _, output, _ in kept]).flatten(1).float()
             buffer.defer(partial(_statistics, on_cpu, 1), rows=stack)
         else:
             # A prompt is reduced layer by layer: a float32 stack of it may not fit in memory.
             rows = [output[0] for _, output, _ in kept]
             per_layer = [_statistics(on_cpu, len(r), torch, r.reshape(1, -1).float()) for r in rows]
-            buffer.put("modules.stats", torch.cat([stats["modules.stats"] for stats in per_layer]))
+            stats = stack_layers([one["modules.stats"] for one in per_layer]).flatten(0, 1)
+            buffer.put("modules.stats", stats)
         if step.level == "extreme":
             chosen = [(layer, output) for layer, output, _ in kept if layer in self._context.layers]
             stored = [output[0] for _, output in chosen]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexinspect.records.step import ArrayRecord
-from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
+from flexinspect_hooks.capture.buffer import StepBuffer, Values, stack_layers, with_prefix
 from flexinspect_hooks.capture.hook import StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.debugger.frames import breakpoints_disabled
@@ -196,8 +196,8 @@ def _multiple(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
     `pairs` are (passed to the kernel, received from the layer), each (B, heads, rows, D).
     """
-    passed = torch.stack([new[0, 0, -1] for new, _ in pairs]).float()
-    received = torch.stack([old[0, 0, -1] for _, old in pairs]).float()
+    passed = stack_layers([new[0, 0, -1] for new, _ in pairs]).float()
+    received = stack_layers([old[0, 0, -1] for _, old in pairs]).float()
     factor = (passed * received).sum(1) / (received * received).sum(1)
     error = (passed - factor[:, None] * received).abs().amax(1) / passed.abs().amax(1)
     return factor, error
