@@ -1,9 +1,9 @@
 """`python -m benchmarks.gpu`: every CUDA path in one run of 8 minutes at most.
 
 Kernels beside an oracle, then capture: whether it is right and what it costs (`gpu_capture`). It
-stops starting new work when its time is over, and says what it left out. Standard output has tables
-and, at the end, one line of JSON. `--small` runs the same code on any device in seconds; the tests
-do that on a CPU.
+stops starting new work when its time is over, says what it left out, and saves each result at once.
+Standard output has tables and, at the end, one line of JSON. `--small` runs the same code on any
+device in seconds; the tests do that on a CPU.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from msgspec.structs import replace
 
 from benchmarks import gpu_capture
 from benchmarks.common import RESULTS, machine
+from benchmarks.gpu_capture import Facts
 from flexinspect.analysis.kernel_report import KernelEvaluation, evaluation_lines, summary_lines
 from flexinspect.analysis.kernel_speed import SpeedReport, speed_lines
+from flexinspect.core.environment import replace_file
 from flexinspect.core.errors import UsageError, summarize_error
 from flexinspect.inputs.kernel_configs import KernelRequest
 from flexinspect_hooks.kernels.builtin_kernels import NAMES
@@ -150,8 +152,9 @@ def _timed_requests(request: KernelRequest, *, small: bool) -> Iterator[KernelRe
         )
 
 
-CASES = ("kernels", "capture")
-_KERNEL_SHARE = 0.35  # of the time, where both cases run
+CASES = {"kernels": (), "checks": ("checks",), "costs": ("costs",), "capture": ("checks", "costs")}
+"""The cases, with what each measures of capture; `all` is the kernels, the checks and the costs."""
+_KERNEL_SHARE = 0.35  # of the time, where all cases run
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -168,23 +171,38 @@ def main(arguments: list[str] | None = None) -> int:
         device = choose_device(args.device or ("auto" if args.small else "cuda")).type
     except UsageError as error:
         parser.error(error.message)
-    facts = _run(args.case, device, seconds=args.seconds, small=args.small)
-    result = {"case": f"gpu-{args.case}", "machine": machine(device), **facts}
     out = args.out or RESULTS / f"gpu-{args.case}.json"
-    out.write_text(json.dumps(result, indent=1, default=str) + "\n", "utf-8")
-    print(json.dumps(result, default=str))
+
+    def save(facts: Facts) -> Facts:
+        """Write what is measured so far: a run that is killed leaves it."""
+        result = {"case": f"gpu-{args.case}", "machine": machine(device), **facts}
+        text = json.dumps(result, indent=1, default=str) + "\n"
+        replace_file(out, text.encode())
+        return result
+
+    facts = _run(args.case, device, seconds=args.seconds, small=args.small, save=save)
+    print(json.dumps(save(facts), default=str))
     return int(_has_failed(facts))
 
 
-def _run(case: str, device: str, *, seconds: float, small: bool) -> dict[str, Any]:
+def _run(
+    case: str, device: str, *, seconds: float, small: bool, save: Callable[[Facts], Any]
+) -> Facts:
     """Run a case, or all, and print their tables; the facts of capture have a key of their own."""
-    until, facts = time.monotonic() + seconds, dict[str, Any]()
-    if case != "capture":
+    until, facts = time.monotonic() + seconds, Facts()
+    if case in ("all", "kernels"):
         share = seconds * (_KERNEL_SHARE if case == "all" else 1)
         facts = measure_kernels(seconds=share, small=small, device=device, say=_say)
-    if case != "kernels":
-        left = max(0.0, until - time.monotonic())
-        facts["capture"] = gpu_capture.measure(device, seconds=left, small=small, say=_say)
+        save(facts)
+    parts = CASES["capture" if case == "all" else case]
+    if parts:
+        facts["capture"] = gpu_capture.measure(
+            *(device, parts),
+            seconds=max(0.0, until - time.monotonic()),
+            small=small,
+            say=_say,
+            save=lambda found: save(facts | {"capture": found}),
+        )
         print(gpu_capture.table(facts["capture"]))
     return facts
 

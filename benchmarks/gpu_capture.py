@@ -12,7 +12,7 @@ import math
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,9 @@ MEMORY_TOLERANCE = 64 << 20
 _SYNCHRONIZES = "synchroniz"
 """In the warning of `torch.cuda.set_sync_debug_mode`."""
 
+Facts = dict[str, Any]
 Say = Callable[[str], None]
+Save = Callable[[Facts], None]
 
 
 class Check(Struct, frozen=True):
@@ -280,21 +282,21 @@ def check_rewind(device: str, dtype: torch.dtype) -> Check:
     return Check(f"restore and fork, {_name(dtype)}", is_right, text)
 
 
-def checks(device: str, left: Left, *, small: bool, say: Say) -> list[Check]:
-    """Return all checks of correctness, as many as there is time for."""
+def checks(device: str, left: Left, *, small: bool, say: Say) -> Iterator[Check]:
+    """Yield the checks of correctness, as many as there is time for."""
     is_cuda = device.startswith("cuda")
     dtypes = (torch.bfloat16, torch.float16) if is_cuda else (torch.float32,)
-    found: list[Check | None] = []
     for dtype in dtypes:
         for compiled in (False,) if small else (False, True):
             kind = f"{_name(dtype)}, {'compiled' if compiled else 'uncompiled'}"
             say(f"checks, {kind}")
             generation = partial(check_generation, device, dtype, compiled=compiled)
-            found += left.run(kind, generation) or []
+            yield from left.run(kind, generation) or ()
             synchronization = partial(check_synchronization, device, dtype, compiled=compiled)
-            found.append(left.run(f"synchronization, {kind}", synchronization))
-        found.append(left.run(f"restore, {_name(dtype)}", partial(check_rewind, device, dtype)))
-    return [one for one in found if one is not None]
+            one = left.run(f"synchronization, {kind}", synchronization)
+            yield from filter(None, [one])
+        one = left.run(f"restore, {_name(dtype)}", partial(check_rewind, device, dtype))
+        yield from filter(None, [one])
 
 
 # -- cost -----------------------------------------------------------------------------------------
@@ -310,34 +312,30 @@ def time_static(model: Any, prompt: Prompt, new_tokens: int) -> Timing:
         model.generation_config.cache_implementation = before
 
 
-def costs(
-    device: str, left: Left, *, small: bool, tokens: int, say: Say, model: Any = None
-) -> dict[str, Any]:
-    """Return the ratios of each level to the same generation without capture."""
-    if model is None:
-        model = check_model(device, torch.float32) if small else real_model(MODEL, device)
-    cases: dict[str, Callable[[float], dict[str, Any]]] = {
-        "flex, uncompiled": lambda s: capture.measure(model, s, tokens, compiled=False),
-        "watch, eager generate": lambda s: own._measure(time_generate, model, s, tokens),
-    }
-    if not small:
-        cases["flex, compiled"] = lambda s: capture.measure(model, s, tokens, compiled=True)
-        cases["watch, static cache"] = lambda s: own._measure(time_static, model, s, tokens)
-    found = {}
-    for number, (name, measured) in enumerate(cases.items()):
-        share = 0.0 if small else left.seconds / (len(cases) - number) / 2  # warming up takes half
-        say(f"cost, {name}")
-        facts = left.run(f"cost, {name}", partial(measured, share))
-        if facts:
-            found[name] = facts
-    bandwidth = left.run("bandwidth", lambda: memory_bandwidth(device, small=small))
+def costs(device: str, left: Left, *, small: bool, tokens: int, say: Say) -> Iterator[Facts]:
+    """Yield the ratios of each level to the same generation without capture, case by case."""
+    model = check_model(device, torch.float32) if small else real_model(MODEL, device)
     weights = sum(one.nbytes for one in model.parameters())
-    if bandwidth:
-        for facts in found.values():
-            read_s = weights / bandwidth
-            facts["bandwidth_share"] = round(1e3 * read_s / facts["decode_ms_without"], 3)
+    bandwidth = memory_bandwidth(device, small=small)
+    cases: dict[str, Callable[[float], Facts]] = {
+        "watch, eager generate": lambda s: own._measure(time_generate, model, s, tokens),
+        "flex, uncompiled": lambda s: capture.measure(model, s, tokens, compiled=False),
+    }
+    if not small:  # last, because compiling may take longer than the time that is left
+        cases["watch, static cache"] = lambda s: own._measure(time_static, model, s, tokens)
+        cases["flex, compiled"] = lambda s: capture.measure(model, s, tokens, compiled=True)
     name = "the small Llama" if small else f"{MODEL}, random weights"
-    return {"model": name, "weights_bytes": weights, "bandwidth": bandwidth, "cases": found}
+    found: Facts = {}
+    facts = {"model": name, "weights_bytes": weights, "bandwidth": bandwidth, "cases": found}
+    for number, (case, measured) in enumerate(cases.items()):
+        share = 0.0 if small else left.seconds / (len(cases) - number) / 2  # warming up takes half
+        say(f"cost, {case}")
+        one = left.run(f"cost, {case}", partial(measured, share))
+        if one:
+            read_ms = 1e3 * weights / bandwidth
+            one["bandwidth_share"] = round(read_ms / one["decode_ms_without"], 3)
+            found[case] = one
+        yield facts
 
 
 def memory_bandwidth(device: str, *, small: bool) -> float:
@@ -360,19 +358,25 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def measure(device: str, *, seconds: float, small: bool, say: Say) -> dict[str, Any]:
-    """Return checks and costs, and what was left out."""
+def measure(
+    device: str, parts: Collection[str], *, seconds: float, small: bool, say: Say, save: Save
+) -> Facts:
+    """Return checks and costs, as `parts` says, and what was left out; `save` gets each result."""
     left = Left(seconds)
-    found = checks(device, left, small=small, say=say)
-    cost = left.run(
-        "costs",
-        lambda: costs(device, left, small=small, tokens=4 if small else 64, say=say),
-    )
-    return {
-        "checks": [{"name": one.name, "passed": one.passed, "text": one.text} for one in found],
-        "costs": cost,
-        "left_out": left.left_out,
-    }
+    facts: Facts = {"checks": [], "costs": None, "left_out": left.left_out}
+    if "checks" in parts:
+        for one in checks(device, left, small=small, say=say):
+            facts["checks"].append({"name": one.name, "passed": one.passed, "text": one.text})
+            save(facts)
+
+    def measure_costs() -> None:
+        for found in costs(device, left, small=small, tokens=4 if small else 64, say=say):
+            facts["costs"] = found
+            save(facts)
+
+    if "costs" in parts:
+        left.run("costs", measure_costs)
+    return facts
 
 
 def table(facts: dict[str, Any]) -> str:

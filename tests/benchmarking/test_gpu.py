@@ -85,9 +85,25 @@ def test_a_check_that_fails_is_the_result_of_the_script() -> None:
 
 
 def test_capture_begins_nothing_after_its_time() -> None:
-    facts = gpu_capture.measure("cpu", seconds=0, small=True, say=lambda _: None)
+    facts = gpu_capture.measure(
+        *("cpu", ("checks", "costs")), seconds=0, small=True, say=lambda _: None, save=[].append
+    )
     assert facts["checks"] == []
     assert "costs: no time was left" in facts["left_out"]
+
+
+def test_each_result_is_saved_before_the_next_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_capture, "check_rewind", killed)
+    out = tmp_path / "gpu.json"
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main(["checks", "--small", "--device", "cpu", "--out", str(out)])
+    names = [one["name"] for one in json.loads(out.read_text("utf-8"))["capture"]["checks"]]
+    assert "LSE, float32, uncompiled" in names
 
 
 def test_another_path_and_a_larger_error_fail_their_checks(

@@ -159,6 +159,15 @@ def one_after_the_other(model: Any, broken: bool) -> None:
         layer.use_parallel_residual = not broken
 
 
+def one_after_the_other_in_one_layer(model: Any, broken: bool) -> None:
+    def forward(self: Any, rows: Any, **options: Any) -> Any:
+        attended, _ = self.attention(self.input_layernorm(rows), **options)
+        read = rows + attended if broken else rows
+        return rows + attended + self.mlp(self.post_attention_layernorm(read))
+
+    patch(model.gpt_neox.layers[1], forward)
+
+
 def route(change: Callable[[Any, Any, bool], Any]) -> Plant:
     def plant(model: Any, broken: bool) -> None:
         router = model.model.layers[1].mlp.gate
@@ -226,6 +235,12 @@ PLANTED: dict[str, tuple[str, dict[str, Any], Plant, str]] = {
         {},
         one_after_the_other,
         "whose MLP reads the sum of the residual and the attention",
+    ),
+    "residual order of a layer": (
+        "gpt_neox",
+        {},
+        one_after_the_other_in_one_layer,
+        "whose MLP in this layer alone reads the sum of the residual and the attention",
     ),
     "expert": ("mixtral", EXPERTS, dropped, "expert 3 of mlp is dropped after the choice"),
     "raw weights": ("mixtral", EXPERTS, unnormalised, "does not normalise the weights"),

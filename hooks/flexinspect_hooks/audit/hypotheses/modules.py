@@ -214,7 +214,10 @@ def embedding_scale(probe: FaultProbe) -> Edits:
 
 
 def residual_order(probe: FaultProbe) -> Edits:
-    """Attention and MLP of a layer run one after the other, not side by side, or the reverse."""
+    """Attention and MLP run one after the other, not side by side, or the reverse.
+
+    In all layers, or only in that of the divergence, whose forward a program may have replaced.
+    """
     flag = "use_parallel_residual"
     names = {
         name: bool(getattr(module, flag))
@@ -224,12 +227,15 @@ def residual_order(probe: FaultProbe) -> Edits:
     if names:
         is_parallel = next(iter(names.values()))
         reads = "the sum of the residual and the attention" if is_parallel else "the layer's input"
-        yield ForwardEdit(
-            name="residual.order",
-            sentence=f"whose MLP reads {reads} ({flag} is {is_parallel} in the configuration)",
-            attributes={name: {flag: not value} for name, value in names.items()},
-            whole_model=True,
-        )
+        block = "" if probe.layer is None else probe.reference.blocks[probe.layer][0]
+        for where, chosen in (("", names), (" in this layer alone", {*names} & {block})):
+            yield ForwardEdit(
+                name="residual.order",
+                sentence=f"whose MLP{where} reads {reads} ({flag} is {is_parallel} in the "
+                "configuration)",
+                attributes={name: {flag: not is_parallel} for name in chosen},
+                whole_model=True,
+            )
 
 
 def attribute_changed(probe: FaultProbe) -> Edits:
