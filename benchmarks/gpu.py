@@ -165,6 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
     text = "default: cuda; with --small, the CPU where there is none"
     parser.add_argument("--device", default="", help=text)
     parser.add_argument("--small", action="store_true", help="a few seconds, on any device")
+    parser.add_argument("--tokens", type=int, default=64, help="of the costs (%(default)s)")
     parser.add_argument("--out", type=Path, help="default: gpu-CASE.json in benchmarks/results")
     args = parser.parse_args(arguments)
     try:
@@ -180,15 +181,14 @@ def main(arguments: list[str] | None = None) -> int:
         replace_file(out, text.encode())
         return result
 
-    facts = _run(args.case, device, seconds=args.seconds, small=args.small, save=save)
+    facts = _run(args, device, save=save)
     print(json.dumps(save(facts), default=str))
     return int(_has_failed(facts))
 
 
-def _run(
-    case: str, device: str, *, seconds: float, small: bool, save: Callable[[Facts], Any]
-) -> Facts:
+def _run(args: argparse.Namespace, device: str, *, save: Callable[[Facts], Any]) -> Facts:
     """Run a case, or all, and print their tables; the facts of capture have a key of their own."""
+    case, seconds, small = args.case, args.seconds, args.small
     until, facts = time.monotonic() + seconds, Facts()
     if case in ("all", "kernels"):
         share = seconds * (_KERNEL_SHARE if case == "all" else 1)
@@ -200,6 +200,7 @@ def _run(
             *(device, parts),
             seconds=max(0.0, until - time.monotonic()),
             small=small,
+            tokens=4 if small else args.tokens,
             say=_say,
             save=lambda found: save(facts | {"capture": found}),
         )

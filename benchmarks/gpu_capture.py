@@ -359,7 +359,14 @@ def _wait(device: str) -> None:
 
 
 def measure(
-    device: str, parts: Collection[str], *, seconds: float, small: bool, say: Say, save: Save
+    device: str,
+    parts: Collection[str],
+    *,
+    seconds: float,
+    small: bool,
+    tokens: int,
+    say: Say,
+    save: Save,
 ) -> Facts:
     """Return checks and costs, as `parts` says, and what was left out; `save` gets each result."""
     left = Left(seconds)
@@ -370,7 +377,7 @@ def measure(
             save(facts)
 
     def measure_costs() -> None:
-        for found in costs(device, left, small=small, tokens=4 if small else 64, say=say):
+        for found in costs(device, left, small=small, tokens=tokens, say=say):
             facts["costs"] = found
             save(facts)
 
@@ -383,7 +390,7 @@ def table(facts: dict[str, Any]) -> str:
     """Return the checks, the costs and what was left out as Markdown."""
     marks = {True: "yes", False: "**no**", None: "not checked"}
     rows = [[one["name"], marks[one["passed"]], one["text"]] for one in facts["checks"]]
-    parts = [markdown(["check", "right", ""], rows)]
+    parts = [markdown(["check", "right", ""], rows)] if rows else []
     if facts["costs"]:
         parts.append(f"{facts['costs']['model']}:")
         for name, case in facts["costs"]["cases"].items():

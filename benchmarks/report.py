@@ -17,6 +17,7 @@ from benchmarks import (
     capture,
     distributed,
     export_formats,
+    gpu_capture,
     growth,
     lab,
     own,
@@ -43,6 +44,7 @@ class Question:
     command: str
     result: str
     table: Table
+    module: str = "benchmarks"
 
 
 def engine_table(facts: dict[str, Any]) -> str:
@@ -73,6 +75,11 @@ def floor_table(facts: dict[str, Any]) -> str:
     row = [f"{facts['decode_ms_without']:.1f}", cell(facts["ratio"]), cell(facts["decode_ratio"])]
     head = ["ms per token without", "whole generation", "decode", "blocks"]
     return markdown(head, [[*row, _rounds(facts["ratio"])]])
+
+
+def gpu_table(facts: dict[str, Any]) -> str:
+    """Return the checks or the costs of capture on a GPU."""
+    return gpu_capture.table(facts["capture"])
 
 
 def own_table(facts: dict[str, Any]) -> str:
@@ -294,6 +301,26 @@ QUESTIONS: Sequence[Question] = (
         training_debuggers.table,
     ),
     Question(
+        "Is capture right on a GPU?",
+        "A random Llama of 2 layers with heads of 64: the executed and the received masks against "
+        "the declared one, the kernel's path, its LSE recomputed, the allocator's own figures, "
+        "`torch.cuda.set_sync_debug_mode`, restore and fork. Other programs ran beside it.",
+        "checks",
+        "gpu-checks",
+        gpu_table,
+        "benchmarks.gpu",
+    ),
+    Question(
+        "What does capture cost on a GPU?",
+        "Batch 1, in bfloat16: without CUDA graphs the GPU waits for Python in every layer, so "
+        "what capture does in Python is added in full, and the writer thread takes the interpreter "
+        "from the model. The targets are missed. Few rounds were measured.",
+        "costs --tokens 32 --seconds 195",
+        "gpu-costs",
+        gpu_table,
+        "benchmarks.gpu",
+    ),
+    Question(
         "How long do restore, fork and edit take?",
         "The demo model, one torch thread, a state of 300 tokens. Target: 200 ms.",
         "rewind",
@@ -429,7 +456,7 @@ def _section(question: Question) -> list[str]:
         "",
         question.table(facts).strip(),
         "",
-        f"`python -m benchmarks {question.command}`, {_machine(facts['machine'])}.",
+        f"`python -m {question.module} {question.command}`, {_machine(facts['machine'])}.",
         "",
     ]
 

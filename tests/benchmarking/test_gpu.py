@@ -85,8 +85,11 @@ def test_a_check_that_fails_is_the_result_of_the_script() -> None:
 
 
 def test_capture_begins_nothing_after_its_time() -> None:
+    def ignore(_: object) -> None:
+        pass
+
     facts = gpu_capture.measure(
-        *("cpu", ("checks", "costs")), seconds=0, small=True, say=lambda _: None, save=[].append
+        *("cpu", ("checks", "costs")), seconds=0, small=True, tokens=4, say=ignore, save=ignore
     )
     assert facts["checks"] == []
     assert "costs: no time was left" in facts["left_out"]
