@@ -388,7 +388,7 @@ class ProgramAudit:
             return
         if found is None:
             if not biases and not first.base.hooks:
-                self._look_for_rejected(reference, sequence, masks, first, verdict)
+                self._find_rejected(reference, sequence, masks, first, verdict)
             return
         probe = self._probe(reference, sequence, masks, comparison, found)
         probe.has_bias = bool(biases)
@@ -485,7 +485,7 @@ class ProgramAudit:
             probe.meant_score_mods = score_mods
             self._explain(reference, probe, second, found, verdict)
 
-    def _look_for_rejected(
+    def _find_rejected(
         self,
         reference: ReferenceModel,
         sequence: AuditedSequence,

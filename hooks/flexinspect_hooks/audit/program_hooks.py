@@ -212,9 +212,9 @@ class HookInReference(Struct):
             part = span.among(known)
             if part is None:
                 continue
-            given = self._given(rows, part, known)
-            some = tuple(self._given(one, part, known) for one in args)
-            more = {name: self._given(one, part, known) for name, one in kwargs.items()}
+            given = self._rows_of_forward(rows, part, known)
+            some = tuple(self._rows_of_forward(one, part, known) for one in args)
+            more = {name: self._rows_of_forward(one, part, known) for name, one in kwargs.items()}
             with contextlib.redirect_stdout(io.StringIO()):
                 if not self.is_checked:
                     self._check(call, given, some, more)
@@ -234,7 +234,7 @@ class HookInReference(Struct):
             return None
         return output
 
-    def _given(self, value: Any, span: HookSpan, known: list[int]) -> Any:
+    def _rows_of_forward(self, value: Any, span: HookSpan, known: list[int]) -> Any:
         """Return the rows of one forward of a tensor, as the program's hook got them."""
         is_rows = isinstance(value, Tensor) and value.dim() == 3
         if not is_rows or value.shape[:2] != (1, len(known)):

@@ -182,7 +182,9 @@ def _held_matrices(ranks: set[int], model: nn.Module, factors: Sequence[Tensor])
     seen = {id(one) for one in model.parameters()}
     found = []
     for one in itertools.chain(factors, live_objects(Tensor)):
-        if id(one) in seen or one.dim() != 2 or one.is_meta:
+        # Others, such as those of a compiler, have no values or do not mix with plain ones.
+        is_plain = type(one) in (Tensor, nn.Parameter) and not one.is_meta
+        if id(one) in seen or not is_plain or one.dim() != 2:
             continue
         seen.add(id(one))
         if one.is_floating_point() and not ranks.isdisjoint(one.shape):

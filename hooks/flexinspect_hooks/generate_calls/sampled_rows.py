@@ -46,7 +46,7 @@ class NewestLogits(Struct, frozen=True):
     is_generate: bool
 
 
-class _Choice(Struct, frozen=True):
+class _CopiedChoice(Struct, frozen=True):
     """Copies of what a token may have been chosen from in a step, where the program has it.
 
     The logits (vocabulary,), the values (n,) and the index (1,) of the chosen one among them. They
@@ -71,8 +71,10 @@ class SampledRows:
     """The choices of the open generation of one model."""
 
     def __init__(self) -> None:
-        self._steps: list[tuple[list[_Choice], Tensor]] = []  # with the token (1,) that was chosen
-        self._candidates: list[_Choice] = []
+        self._steps: list[
+            tuple[list[_CopiedChoice], Tensor]
+        ] = []  # with the token (1,) that was chosen
+        self._candidates: list[_CopiedChoice] = []
         self._newest: NewestLogits | None = None
         self._has_generate = False
 
@@ -101,7 +103,7 @@ class SampledRows:
         if len(self._candidates) < _MAX_CANDIDATES:
             parts = (logits, row, chosen.reshape(-1)[:1])
             logits, values, place = (one.detach().clone() for one in parts)
-            self._candidates.append(_Choice(newest.step, logits, values, place, draws))
+            self._candidates.append(_CopiedChoice(newest.step, logits, values, place, draws))
 
     def on_token(self, step: int, read: Callable[[], Tensor]) -> None:
         """The token that `step` chose is known; `read` returns its id (1,)."""
@@ -139,7 +141,7 @@ class SampledRows:
         return None, None  # values that are no probabilities
 
 
-def _taken(choices: Sequence[_Choice], token: int) -> list[SampledRow]:
+def _taken(choices: Sequence[_CopiedChoice], token: int) -> list[SampledRow]:
     """Return the row that a token was chosen from: the first of draws, else the last that fits."""
     rows = [row for one in choices if (row := one.read()) is not None]
     drawn = [row for row in rows if row.draws]

@@ -100,7 +100,7 @@ class Rerun:
                 decoder.choose(decoder.next_logits(), token_id)
         return decoder.cache
 
-    def fed_by(self, a: Rerun) -> Rerun | None:
+    def with_inputs_of(self, a: Rerun) -> Rerun | None:
         """Return this run with the cached keys and values of `a`; None if the layers differ."""
         fed, cache = copy.copy(self), copy.deepcopy(a._cache)
         if not self._token_ids:
@@ -174,7 +174,7 @@ def bisect(
     """
     report("running B again", None)
     logits = recorded.logits_difference(b.run())
-    notes, fed = list(notes), b if a is None else b.fed_by(a)
+    notes, fed = list(notes), b if a is None else b.with_inputs_of(a)
     if request.step and (a is None or fed is None):
         notes.append("The cached keys of earlier steps are those of B: layers may only carry them.")
     fed = fed or b
