@@ -150,8 +150,10 @@ class EvidenceStore:
             if self.n_bare > MAX_BARE_STEPS:
                 self.skipped[generation] = self.full_problem(evidence.step)
                 return
-        is_training = evidence.is_training and evidence.has_gradients
-        if generation not in self.steps and not is_training:
+        n_before = len(self.steps.get(generation, ()))
+        # A forward of a training is alone; decode steps follow a generation in training mode.
+        may_train = evidence.is_training and evidence.has_gradients
+        if n_before == int(may_train) and (not may_train or evidence.kv_before):
             self.weights.note(generation, model)
         self.n_bytes += size
         if evidence.pool is not None:

@@ -23,6 +23,10 @@ MAX_HELD_SHARE = 0.25
 """Weights that take more than this share of the free memory are not kept alive."""
 MODIFIED = "The weights were modified after the steps ran."
 _DELETED = "The program deleted the model, whose weights are too large to be kept for it."
+_NOT_HELD = (
+    "The forwards ran in training mode with gradients, as those of a training, so their weights "
+    "were not kept. Call model.eval() before a generation."
+)
 _MAX_STATES = 8
 """States of the weights that are kept; the generations of older ones are not judged."""
 _SAMPLED = 512
@@ -100,7 +104,9 @@ class HeldWeights:
         too large to be held, is gone.
         """
         those = [one for one in self._states if one.generation <= generation]
-        if not those or generation < self._first_known:
+        if not those:
+            raise FlexInspectError(_NOT_HELD)
+        if generation < self._first_known:
             raise FlexInspectError(MODIFIED)
         state = those[-1]
         if state.held is None:

@@ -136,6 +136,24 @@ def test_a_training_step_is_not_judged(audit: Audit) -> None:
     ]
 
 
+@pytest.mark.parametrize("broken", [True, False])
+def test_a_generation_in_training_mode_with_gradients_is_judged(audit: Audit, broken: bool) -> None:
+    model = make_model("llama").train()
+    if broken:
+        model.model.layers[1].self_attn.scaling *= 2
+
+    def generate() -> None:
+        cache, rows = None, torch.tensor([ids(12, 3)])
+        with torch.enable_grad():
+            for _ in range(3):
+                output = model(rows, past_key_values=cache, use_cache=True)
+                cache, rows = output.past_key_values, output.logits[:, -1:].argmax(-1)
+
+    _, findings, events = audit(model, generate)
+    assert [one.id for one in findings] == ["audit.reproduced"] * broken
+    assert events[0].startswith("Generation 0: 3 steps, 14 rows")
+
+
 class LowRank(nn.Module):
     """A linear layer with a low-rank change, with noise in it if it is `random`."""
 
