@@ -304,7 +304,8 @@ QUESTIONS: Sequence[Question] = (
         "Is capture right on a GPU?",
         "A random Llama of 2 layers with heads of 64: the executed and the received masks against "
         "the declared one, the kernel's path, its LSE recomputed, the allocator's own figures, "
-        "`torch.cuda.set_sync_debug_mode`, restore and fork. Other programs ran beside it.",
+        "`torch.cuda.set_sync_debug_mode`, restore and fork. Measured within "
+        "`python -m benchmarks.gpu --seconds 330`, while other programs ran.",
         "checks",
         "gpu-checks",
         gpu_table,
@@ -314,7 +315,8 @@ QUESTIONS: Sequence[Question] = (
         "What does capture cost on a GPU?",
         "Batch 1, in bfloat16: without CUDA graphs the GPU waits for Python in every layer, so "
         "what capture does in Python is added in full, and the writer thread takes the interpreter "
-        "from the model. The targets are missed. Few rounds were measured.",
+        "from the model. The targets are missed. Few rounds were measured, by "
+        "calling the functions of this command one after the other, before it existed.",
         "costs --tokens 32 --seconds 195",
         "gpu-costs",
         gpu_table,
