@@ -195,6 +195,7 @@ class RuleRunner:
         self._context = context or RuleContext()
         self._reported: set[tuple[int, int, str, str]] = set()
         self._loaded: list[Rule] | None = None
+        self._step_rules: list[Rule] | None = None
         self._loading = Lock()
 
     @property
@@ -288,22 +289,41 @@ class RuleRunner:
         self._context.add_step(step)
         step = paged_keys.without_slots(step, self._context)
         is_packed = any(event.kind == PACKED_REQUESTS_EVENT for event in step.events)
+        rules = self._rules_of_steps()
+        if is_packed:
+            rules = [one for one in rules if one.handles_packed_requests]
+        return self._call_rules(
+            methodcaller("on_step", step), f"step {step.step}", rules, step.step
+        )
 
-        def check(rule: Rule) -> Iterable[Finding]:
-            return rule.on_step(step) if rule.handles_packed_requests or not is_packed else ()
-
-        return self._call_rules(check, f"step {step.step}", step.step)
+    def _rules_of_steps(self) -> Sequence[Rule]:
+        """The enabled rules that look at steps: this runs in the model's process, at every step."""
+        if self._step_rules is None:
+            inherited = Rule.on_step
+            self._step_rules = [
+                rule
+                for rule in self._rules
+                if getattr(type(rule), "on_step", None) is not inherited
+            ]
+        return self._step_rules
 
     def _call_rules(
-        self, call: Callable[[Rule], Iterable[Finding]], where: str, step: int | None = None
+        self,
+        call: Callable[[Rule], Iterable[Finding]],
+        where: str,
+        rules: Sequence[Rule] | None = None,
+        step: int | None = None,
     ) -> tuple[list[Finding], tuple[EventRecord, ...]]:
+        """Return the findings of `rules`, or of all, and an event for each that failed."""
         findings: list[Finding] = []
         failures: list[EventRecord] = []
-        for rule in tuple(self._rules):
+        for rule in tuple(self._rules if rules is None else rules):
             try:
-                findings += [self._complete(rule, finding) for finding in call(rule) or ()]
+                if found := call(rule):
+                    findings += [self._complete(rule, finding) for finding in found]
             except Exception as error:
                 self._rules.remove(rule)
+                self._step_rules = None
                 reason = f"{type(error).__name__}: {error}"
                 text = f"The rule '{_rule_name(rule)}' failed at {where} and is off: {reason}"
                 generation = self._context.generation.generation

@@ -96,7 +96,7 @@ class StepBuffer:
         inputs are. Inputs must not change afterwards; `wait=False` does the work at once.
         """
         if wait and self._device.type == "cpu" and all(map(_is_on_cpu, inputs.values())):
-            detached = {name: _map(_without_graph, value) for name, value in inputs.items()}
+            detached = {name: _all_without_graph(value) for name, value in inputs.items()}
             self._pending.append((self.owner, reduction, detached))
             return
         for name, tensor in reduction(torch, **inputs).items():
@@ -177,6 +177,12 @@ def _without_graph(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
+def _all_without_graph(value: Inputs) -> Any:
+    if value is None or isinstance(value, Tensor):
+        return None if value is None else _without_graph(value)
+    return [one.detach() if one.requires_grad else one for one in value]
+
+
 def _map(convert: Callable[[Tensor], Any], value: Inputs) -> Any:
     if value is None or isinstance(value, Tensor):
         return None if value is None else convert(value)
@@ -186,7 +192,7 @@ def _map(convert: Callable[[Tensor], Any], value: Inputs) -> Any:
 def _is_on_cpu(value: Inputs) -> bool:
     if value is None or isinstance(value, Tensor):
         return value is None or value.is_cpu
-    return all(tensor.is_cpu for tensor in value)
+    return {one.is_cpu for one in value} <= {True}
 
 
 def _as_numpy(tensor: Tensor) -> npt.NDArray[Any]:

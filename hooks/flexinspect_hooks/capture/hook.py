@@ -146,13 +146,13 @@ class CaptureContext(Struct, eq=False):
 
     def on_output(self, module: nn.Module, keep: Callable[[Any], None]) -> Remove:
         """Call `keep` with each output of a module in a step's forward, until it is removed."""
-        watched = id(module)
+        watched, is_dynamo_compiling = id(module), torch.compiler.is_dynamo_compiling
 
         # A function, because a copy of the model would copy a bound method, and its object. It
         # compares ids: a reference to the module would keep it alive.
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             # A compiled graph must not contain this hook: more outputs may change its results.
-            if not torch.compiler.is_compiling() and id(module) == watched and self.is_open:
+            if not is_dynamo_compiling() and self.thread == get_ident() and id(module) == watched:
                 keep(output)
 
         return module.register_forward_hook(hook).remove

@@ -68,12 +68,12 @@ class InputsHook(Hook):
         first = next((block for _, block in context.blocks.values()), None)
         self._pending = _PendingInputs()
         self._position_embedding = _position_embedding_name(context.model)
-        first_id = id(first)
+        first_id, is_dynamo_compiling = id(first), torch.compiler.is_dynamo_compiling
 
         # A function, because a copy of the model would copy a bound method, and this hook with it.
         # It compares ids: a reference to the module would keep it alive.
         def keep_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            if id(module) == first_id and not torch.compiler.is_compiling() and context.is_open:
+            if id(module) == first_id and not is_dynamo_compiling() and context.is_open:
                 self._pending.positions = kwargs.get("position_ids", self._pending.positions)
 
         if first is not None:

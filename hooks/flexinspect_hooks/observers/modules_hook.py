@@ -7,7 +7,7 @@ them, and they may be something else: a log-sum-exp, or a layer's output under t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -60,13 +60,19 @@ class ModuleHook(Hook):
         context.layer_outputs = lambda: self._outputs
         self._lens: LogitLens | None = None
         self._is_lens_made = self._is_modified = False
-        return [context.on_output(one, partial(self._keep, layer)) for layer, (_, one) in blocks]
+        return [context.on_output(one, self._keeper(layer)) for layer, (_, one) in blocks]
 
-    def _keep(self, layer: int, output: Any) -> None:
-        rows = output if isinstance(output, Tensor) else output[0]
-        # One row is not worth the check, which costs more than all else here.
-        version = version_of(rows) if rows.dim() > 1 and rows.shape[1] > 1 else None
-        self._outputs.append((layer, rows, version))
+    def _keeper(self, layer: int) -> Callable[[Any], None]:
+        """Return a function that keeps each output of a layer."""
+
+        def keep(output: Any) -> None:
+            rows = output if isinstance(output, Tensor) else output[0]
+            shape = rows.shape
+            # One row is not worth the check, which costs more than all else here.
+            version = version_of(rows) if len(shape) > 1 and shape[1] > 1 else None
+            self._outputs.append((layer, rows, version))
+
+        return keep
 
     def open(self, step: StepContext) -> None:
         self._outputs.clear()
@@ -110,9 +116,9 @@ class ModuleHook(Hook):
 
     def _can_wait(self, kept: Sequence[tuple[int, Tensor, int | None]]) -> bool:
         """Whether the outputs may be read later, when it shows if they were modified meanwhile."""
-        return not self._is_modified and all(
-            output.dtype is torch.float32 and not output.is_inference() for _, output, _ in kept
-        )
+        # Not by `all`: a generator runs once for each layer.
+        kinds = {(output.dtype, output.is_inference()) for _, output, _ in kept}
+        return not self._is_modified and kinds == {(torch.float32, False)}
 
     def _reduce_lens(
         self, kept: list[tuple[int, Tensor]], step: StepContext, buffer: StepBuffer

@@ -8,8 +8,10 @@ are intercepted as well (`kernel_calls`), because such code may call them direct
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +29,12 @@ from flexinspect_hooks.generation.flex_patch import BACKEND, LAST_CALL
 from flexinspect_hooks.observers.attention import call_checks, paged_pools, segment_attention
 from flexinspect_hooks.observers.attention.call_references import AttentionCall, CapturedMask
 from flexinspect_hooks.observers.attention.call_series import CallSeries
-from flexinspect_hooks.observers.attention.kernel_calls import SDPA, KernelCall, KernelCalls
+from flexinspect_hooks.observers.attention.kernel_calls import (
+    SDPA,
+    KernelCall,
+    KernelCalls,
+    this_thread,
+)
 from flexinspect_hooks.observers.attention.layer_code import (
     LayerCode,
     LayerCodes,
@@ -96,10 +103,11 @@ class AttentionHook(Hook):
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as REGISTRY
 
         original, wrapped = REGISTRY.get_interface, self._wrapped_functions
+        is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
         def get_interface(attn_implementation: str, default: Callable[..., Any]) -> Any:
             function = original(attn_implementation, default)
-            if torch.compiler.is_compiling():  # a compiled graph must not contain the wrapper
+            if is_dynamo_compiling():  # a compiled graph must not contain the wrapper
                 return function
             # By identity: a user's function may not be hashable, and its wrapper keeps it alive.
             key = (attn_implementation, id(function))
@@ -111,21 +119,40 @@ class AttentionHook(Hook):
 
     def _wrap_function(self, backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
         context, layer_of, kernels = self._context, self._context.layer_of, self.kernels
+        series = self._series
         name = BACKEND if backend.startswith(BACKEND) else backend
         path = _BACKEND_PATHS.get(name, OWN_FUNCTION)
         own_module = getattr(function, "__module__", None) or ""
         is_plain = name in ("sdpa", "eager") and own_module.startswith("transformers.")
 
+        # This runs for each layer while the model runs, so an ordinary layer calls few functions.
         def attention(
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
         ) -> Any:
-            layer = layer_of.get(id(module)) if context.is_open else None
+            layer = layer_of.get(id(module)) if context.thread == get_ident() else None
             if layer is None:
                 return function(module, query, key, value, *args, **kwargs)
             call = AttentionCall(layer, name, path, module, query, key, value, args, kwargs)
             call.function = function
             if kernels is not None and is_plain and "is_causal" not in kwargs:
-                return self._call_plain_function(kernels, call)
+                # What a function of transformers does is known, so the call is recorded as a whole:
+                # describing its kernel would cost more than everything else in the layer.
+                if kernels.errors or sys.exception() is not kernels.outer_exception:
+                    call.suppressed_exception = kernels.suppressed_exception(layer)
+                this_thread.is_quiet = True
+                try:
+                    out = function(module, query, key, value, *args, **kwargs)
+                except Exception as error:
+                    self._report_failure(kernels, call, error)
+                    raise
+                finally:
+                    this_thread.is_quiet = False
+                call.output, call.softcap = out[0], kwargs.get("softcap")
+                self._refs.append(call)
+                series.compare(call)
+                if context.on_call is not None:
+                    context.on_call(call)
+                return out
             LAST_CALL.path, LAST_CALL.lse, LAST_CALL.softcap = "", None, None
             if kernels is not None:
                 return self._call_user_function(kernels, call)
@@ -134,25 +161,6 @@ class AttentionHook(Hook):
             return out
 
         return attention
-
-    def _call_plain_function(self, kernels: KernelCalls, call: AttentionCall) -> Any:
-        """Call a function of transformers for eager attention or SDPA.
-
-        What it does is known, so the call is recorded as a whole: describing its kernel would cost
-        more than everything else in the layer.
-        """
-        call.suppressed_exception = kernels.suppressed_exception(call.layer)
-        try:
-            out = kernels.call_unobserved(call)
-        except Exception as error:
-            self._report_failure(kernels, call, error)
-            raise
-        call.output, call.softcap = out[0], call.kwargs.get("softcap")
-        self._refs.append(call)
-        self._series.compare(call)
-        if self._context.on_call is not None:
-            self._context.on_call(call)
-        return out
 
     def _call_user_function(self, kernels: KernelCalls, call: AttentionCall) -> Any:
         """Call a function of user code: the arguments of its kernels count more than its name."""

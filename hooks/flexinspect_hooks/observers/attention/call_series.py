@@ -40,10 +40,32 @@ class CallSeries:
         self._masks.clear()
 
     def compare(self, ref: AttentionCall) -> None:
-        """Compare a call with the one at the same place in the step before."""
+        """Compare a call with the one at the same place in the step before.
+
+        Called for each layer while the model runs, so it calls no function of Python itself.
+        """
         facts: object
         try:
-            facts = _facts_of(ref, self._masks)
+            kwargs, args, module = ref.kwargs, ref.args, ref.module
+            query, key = ref.query, ref.key.shape
+            mask = args[0] if args else kwargs.get("attention_mask")
+            numbers = (ref.softcap, kwargs.get("scaling"), kwargs.get("sliding_window", SAME_MASK))
+            own, masks = module.__dict__, self._masks
+            forward = own.get("forward")
+            if forward is None:
+                forward = getattr(type(module), "forward", None)
+            facts = (
+                # What may change from step to step, without the number of keys.
+                *(ref.layer, ref.path, ref.backend, id(ref.function)),
+                # A patched forward is user code, with its own place in the trace.
+                getattr(forward, "__code__", 0),
+                *(query.shape, query.dtype, key[0], key[1], key[3]),
+                *(ref.causal, own.get("is_causal"), ref.suppressed_exception),
+                # Anything else than a number equals nothing.
+                numbers if _PLAIN.issuperset(map(type, numbers)) else object(),
+                # The numbers of masks tell which calls share one.
+                *(mask is None, masks.setdefault((id(mask), key[2]), len(masks))),
+            )
         except Exception:  # arguments of another kind than a layer's: no call is like this one
             facts = object()
         number = self._n_seen
@@ -71,7 +93,7 @@ class CallSeries:
 
 
 def _can_continue(ref: AttentionCall) -> bool:
-    """Whether `_facts_of` reads all that may change in the records of a call.
+    """Whether `compare` reads all that may change in the records of a call.
 
     A kernel's arguments may change in many ways. transformers' flex reads a part of a dense mask.
     """
@@ -80,28 +102,5 @@ def _can_continue(ref: AttentionCall) -> bool:
     return is_whole and ref.query.shape[2] == 1 and not is_dense_flex
 
 
-def _facts_of(ref: AttentionCall, masks: dict[Any, int]) -> tuple[Any, ...]:
-    """Return what may change from step to step, without the number of keys.
-
-    `masks` numbers the masks of the step, to know which calls share one.
-    """
-    kwargs, key, mask = ref.kwargs, ref.key.shape, ref.mask
-    own = ref.module.__dict__
-    forward = own.get("forward")
-    if forward is None:
-        forward = getattr(type(ref.module), "forward", None)
-    return (
-        *(ref.layer, ref.path, ref.backend, id(ref.function)),
-        # A patched forward is user code, with its own place in the trace.
-        getattr(forward, "__code__", 0),
-        *(ref.query.shape, ref.query.dtype, key[0], key[1], key[3]),
-        *(_plain(ref.softcap), ref.causal, own.get("is_causal"), ref.suppressed_exception),
-        *(_plain(kwargs.get("scaling")), _plain(kwargs.get("sliding_window", SAME_MASK))),
-        *(mask is None, masks.setdefault((id(mask), key[2]), len(masks))),
-    )
-
-
-def _plain(value: Any) -> Any:
-    """Return a number or None itself, and for anything else what equals nothing."""
-    is_plain = value is None or value is SAME_MASK or type(value) in (float, int, bool)
-    return value if is_plain else object()
+_PLAIN = frozenset((int, float, bool, type(None), type(SAME_MASK)))
+"""The types of scale, soft cap and window that are compared by value."""

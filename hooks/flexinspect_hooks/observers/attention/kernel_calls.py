@@ -152,14 +152,14 @@ class _ThreadState(threading.local):
     module: nn.Module | None = None
 
 
-_thread = _ThreadState()
+this_thread = _ThreadState()
 
 
 def _track_uncompiled(function: Callable[..., Any]) -> Remove:
     """Note when a compiled wrapper runs plain Python."""
 
     def noted(*args: Any, **kwargs: Any) -> Any:
-        _thread.ran_plain = True
+        this_thread.ran_plain = True
         return function(*args, **kwargs)
 
     torch_private.skip_code(cast(FunctionType, noted).__code__)
@@ -184,7 +184,7 @@ def _observed_call(name: str, own: Any, names: tuple[str, ...], args: Any, kw: A
     observer = apply(_begin, call)
     if observer is None:
         return own(*args, **kw)
-    _thread.ran_plain = False
+    this_thread.ran_plain = False
     try:
         output = own(*args, **kw)
     except BaseException as error:
@@ -296,8 +296,9 @@ def _rebind(function: Callable[..., Any]) -> Remove:
             # It computes the attention itself where the function is that of torch.nn.functional,
             # which is this wrapper now, and calls it with a plain mask.
             return kind.__torch_function__(scaled_dot_product_attention, (kind,), args, kwargs)
-        # No observer accepts this kernel in a quiet call.
-        if torch.compiler.is_compiling() or _thread.is_quiet:
+        # No observer accepts this kernel in a quiet call. The first question costs less.
+        is_traced = torch.compiler.is_dynamo_compiling()
+        if is_traced or this_thread.is_quiet or torch.compiler.is_compiling():
             return function(*args, **kwargs)
         return _observed_call(SDPA, function, _SDPA_NAMES, args, kwargs)
 
@@ -357,17 +358,17 @@ def _names_of(target: object, module: ModuleType) -> list[str]:
 
 def is_forward_running() -> bool:
     """Whether this thread runs a forward of a watched model, recorded or not."""
-    return _thread.is_unrecorded or any(calls.context.is_open for calls in _observers)
+    return this_thread.is_unrecorded or any(calls.context.is_open for calls in _observers)
 
 
 def set_unrecorded(*, is_unrecorded: bool) -> None:
     """Set whether this thread runs a forward of a watched model that is not recorded."""
-    _thread.is_unrecorded = is_unrecorded
+    this_thread.is_unrecorded = is_unrecorded
 
 
 def set_current_layer(layer: int | None, module: nn.Module | None) -> None:
     """Set the layer and attention module of kernel calls from now on; None to read the stack."""
-    _thread.layer, _thread.module = layer, module
+    this_thread.layer, this_thread.module = layer, module
 
 
 unassigned_builds: deque[BuildRecord] = deque(maxlen=1000)
@@ -379,10 +380,12 @@ class KernelCalls(Struct, eq=False):
 
     context: CaptureContext
     done: list[KernelCall] = field(default_factory=list)
+    errors: dict[int, str] = field(default_factory=dict)
+    """What kernels have raised in this step, by layer."""
+    outer_exception: BaseException | None = None
+    """The exception that was handled when the step began."""
     _builds: list[BuildRecord] = field(default_factory=list)
-    _errors: dict[int, str] = field(default_factory=dict)
     _reported: set[tuple[Any, ...]] = field(default_factory=set)
-    _outer_exception: BaseException | None = None
     _step: StepContext | None = None
     _root: int = 0
 
@@ -411,28 +414,17 @@ class KernelCalls(Struct, eq=False):
         self._step = step
         self.done.clear()
         self._builds.clear()
-        self._errors.clear()
-        self._outer_exception = sys.exception()
-
-    @staticmethod
-    def call_unobserved(call: Any) -> Any:
-        """Make an `AttentionCall` whose kernel calls are not recorded, because it is itself."""
-        _thread.is_quiet = True
-        try:
-            return call.function(
-                call.module, call.query, call.key, call.value, *call.args, **call.kwargs
-            )
-        finally:
-            _thread.is_quiet = False
+        self.errors.clear()
+        self.outer_exception = sys.exception()
 
     @staticmethod
     def call_in_layer(call: Any) -> Any:
         """Make an `AttentionCall`, whose kernel calls are those of its layer."""
-        _thread.layer, _thread.module = call.layer, call.module
+        this_thread.layer, this_thread.module = call.layer, call.module
         try:
             return call.run(call.value)
         finally:
-            _thread.layer = _thread.module = None
+            this_thread.layer = this_thread.module = None
 
     def take_since(self, mark: int) -> list[KernelCall]:
         """Return the calls after the first `mark`, and drop them."""
@@ -459,7 +451,7 @@ class KernelCalls(Struct, eq=False):
         if self.context.is_standalone:
             return name in (FLEX, BUILD) and not is_forward_running()
         if self.context.is_open:
-            return not _thread.is_quiet
+            return not this_thread.is_quiet
         return name == BUILD and not is_forward_running()
 
     def before(self, call: KernelCall) -> bool:
@@ -468,7 +460,7 @@ class KernelCalls(Struct, eq=False):
         if call.name == BUILD and _may_use_memory(call):
             call.peak = peak_bytes(self._device_of(call))
         if is_open:
-            call.layer, call.module = _thread.layer, _thread.module
+            call.layer, call.module = this_thread.layer, this_thread.module
             if call.layer is None:
                 place = _current_layer(self.context.layer_of, self._root)
                 call.layer, call.module, call.mask_passed_to_layer = place
@@ -492,7 +484,7 @@ class KernelCalls(Struct, eq=False):
             builds = self._builds if self.context.is_open else unassigned_builds
             builds.append(self._build_record(call))
             return
-        if call.compiled and call.name == FLEX and _thread.ran_plain:
+        if call.compiled and call.name == FLEX and this_thread.ran_plain:
             call.compiled = False
         call.output, call.output_version = output, _version_of(output)
         self.done.append(call)
@@ -507,7 +499,7 @@ class KernelCalls(Struct, eq=False):
             last_kernel_call.end_kernel_call()
         message = summarize_error(error)
         if call.layer is not None:
-            self._errors[call.layer] = message
+            self.errors[call.layer] = message
         key = (call.layer, call.name, message)
         if key in self._reported:
             return
@@ -528,9 +520,9 @@ class KernelCalls(Struct, eq=False):
     def suppressed_exception(self, layer: int | None) -> str | None:
         """Return the exception that is handled now, or that a kernel of the layer raised before."""
         error = sys.exception()
-        if error is not None and error is not self._outer_exception:
+        if error is not None and error is not self.outer_exception:
             return summarize_error(error)
-        return self._errors.get(layer) if layer is not None else None
+        return self.errors.get(layer) if layer is not None else None
 
     def _build_record(self, call: KernelCall) -> BuildRecord:
         arguments = call.arguments
