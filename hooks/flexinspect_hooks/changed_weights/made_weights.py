@@ -209,9 +209,12 @@ class MadeWeights:
             facts["orders"] = order_facts(model, weights)
             facts["twice"] = adapters_twice(model, changes.moved)
             facts["wrapped"] = list(wrapped_weights(weights, changes.same, made.blocks))
-        with suppress(Exception):  # modules of the program may be of any kind
+        # Each by itself: modules of the program, and tensors that it holds, may be of any kind.
+        with suppress(Exception):
             self._factors.read_callers()
+        with suppress(Exception):
             facts |= change_facts(model, deltas, self._factors.matrices())
+        with suppress(Exception):
             facts |= place_facts(model, deltas, self._factors.pairs())
             surely = {one["name"] for one in facts.get("flipped", ())}
             others = [one for one in facts.get("transposed", ()) if one["name"] not in surely]

@@ -332,3 +332,12 @@ def test_the_rule_says_which_adapter_a_layer_got() -> None:
     assert "adapter named layers.10.self_attn.q_proj, not of layers.2" in finding.sentence
     assert "sorted as text" in finding.sentence
     assert finding.layers == (2, 3, 4)
+
+
+def test_a_tensor_that_cannot_be_read_hides_no_misplaced_adapter(made: MadeWeights) -> None:
+    model = make_model("llama", num_hidden_layers=LAYERS)
+    # It has the rank of the factors as a side, and a copy of it fits in no memory.
+    endless = torch.zeros(1, dtype=torch.float64).expand(3, 1 << 44)
+    merge(model, as_text)
+    assert facts_of(made, model)["misplaced"]
+    assert endless.shape[0] == 3
