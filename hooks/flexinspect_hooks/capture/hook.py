@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import get_ident
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -112,6 +113,8 @@ class CaptureContext(Struct, eq=False):
     segments: tuple[Segment, ...] = ()
     thread: int = 0
     """The identifier of the thread whose forward is running, 0 for none."""
+    layers_s: float = 0.0
+    """Seconds that capture has taken in the layers of the open step."""
     exit_reason: str = ""
     """The exception that the last failed forward raised, as "Type: message"; empty if unknown."""
     sees_kernels: bool = False
@@ -153,7 +156,9 @@ class CaptureContext(Struct, eq=False):
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             # A compiled graph must not contain this hook: more outputs may change its results.
             if not is_dynamo_compiling() and self.thread == get_ident() and id(module) == watched:
+                started = perf_counter()
                 keep(output)
+                self.layers_s += perf_counter() - started
 
         return module.register_forward_hook(hook).remove
 

@@ -103,6 +103,8 @@ class Recorder:
         self.refused: list[str] = []
         """Errors of records that could not be stored, in order, where recording continued."""
         self.writer_s = 0.0
+        self.n_writes = 0
+        """Increased whenever the writer thread begins to write, and when it is done: then even."""
         self.n_steps = 0
         self.hook_errors: list[Callable[[Hook, BaseException, StepContext], None]] = []
         self._failed_hooks: list[Hook] = []
@@ -218,8 +220,10 @@ class Recorder:
             self._wake.clear()
             stopping = self._stopping
             if self._waiting:
+                self.n_writes += 1
                 with _short_switch_interval() if self.has_core else nullcontext():
                     self._write_waiting()
+                self.n_writes += 1
             self.writer_s = time.thread_time()
             with self._written:
                 self._written.notify_all()

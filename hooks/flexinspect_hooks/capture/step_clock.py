@@ -50,6 +50,8 @@ class StepContext(Struct):
     capture_s: float = 0.0
     off_cpu_before: float = 0.0
     """`off_cpu_s()` when the forward began."""
+    writes_before: int = 0
+    """`Recorder.n_writes` when the forward began."""
     events: list[StepEvent] = field(default_factory=list)
 
     @property

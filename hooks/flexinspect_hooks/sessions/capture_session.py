@@ -36,8 +36,9 @@ from flexinspect_hooks.capture.hook import (
     built_in_rules,
 )
 from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blocks
-from flexinspect_hooks.capture.recorder import FinishedStep, Recorder
+from flexinspect_hooks.capture.recorder import N_IMMEDIATE_STEPS, FinishedStep, Recorder
 from flexinspect_hooks.capture.step_clock import StepClock, StepContext, StepEvent, off_cpu_s
+from flexinspect_hooks.capture.writer_slowdown import WriterSlowdown
 from flexinspect_hooks.control.control_protocols import SessionLevels, chosen_layers
 from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.python_internals.threads import available_cores
@@ -112,6 +113,7 @@ class CaptureSession:
         self._applied: tuple[str, str | None] | None = None  # of `SessionLevels.request`
         self._breaks: ModelBreakpoints | None = None
         self.capture_s = self.total_s = self.waited_s = 0.0
+        self.slowdown = WriterSlowdown()
 
     def use_levels(self, levels: SessionLevels) -> None:
         """Record at the level and layers that `levels` has when a step opens."""
@@ -333,6 +335,8 @@ class CaptureSession:
             self._breaks.on_step_start(step)
         step.arguments = {}  # a forward that fails must not keep a cache alive
         self._step, self.context.is_open = step, True
+        self.context.layers_s = 0.0
+        step.writes_before = self.recorder.n_writes
         step.off_cpu_before = off_cpu_s()
 
     def _on_forward_end(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -366,6 +370,13 @@ class CaptureSession:
         ended = time.perf_counter()
         self.capture_s += ended - queued
         self.total_s += ended - step.started
+        self._compare_with_quiet_steps(step)
+
+    def _compare_with_quiet_steps(self, step: StepContext) -> None:
+        """Count a decode step whose time is known for what the writer thread costs."""
+        if step.kv_before and step.step >= N_IMMEDIATE_STEPS:
+            is_busy = step.writes_before % 2 > 0 or self.recorder.n_writes != step.writes_before
+            self.slowdown.add(step.wall_ms / 1e3, is_busy=is_busy)
 
     def _queue_step(self, finished: FinishedStep, started: float) -> float:
         """Copy a step's values to the host, and queue it; the time from `started` was capture.
@@ -388,6 +399,7 @@ class CaptureSession:
 
     def _reduce(self, step: StepContext) -> FinishedStep:
         buffer, kept = StepBuffer(self._device, self._stream), []
+        step.capture_s += self.context.layers_s
         step.events += self._graphs.on_step(step.phase)
         # Entering `no_grad` costs as much as a hook, and `generate` runs without gradients already.
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
@@ -432,8 +444,9 @@ class CaptureSession:
         """Return the cost of capture so far, in seconds, and its `ratio` to the time without it.
 
         `capture_s` is time in the model's thread, `writer_s` CPU time of the writer thread. The
-        ratio includes `writer_s` if torch uses every core, because then the writer takes cores from
-        the model. Otherwise it includes `waited_s`, the time that the model's thread waited in
+        ratio includes how much longer steps take while the writer works (`WriterSlowdown`). Where
+        that is not known, it includes `writer_s` if torch uses every core, because then the writer
+        takes cores from the model, and else `waited_s`, the time that the model's thread waited in
         forwards, because it shares the GIL with the writer.
         """
         return capture_cost([self], self.recorder)
@@ -503,6 +516,10 @@ def check_level(level: str) -> str:
     return level
 
 
+_MOST_SLOWED = 2.0
+"""How many times its own CPU time the writer slows the model down at most: by switching threads."""
+
+
 def capture_cost(sessions: Sequence[CaptureSession], recorder: Recorder) -> dict[str, float | int]:
     """Return the cost of sessions that share a recorder; see `CaptureSession.cost`."""
     capture_s = sum(session.capture_s for session in sessions)
@@ -512,7 +529,13 @@ def capture_cost(sessions: Sequence[CaptureSession], recorder: Recorder) -> dict
     waited_s = max(min(sum(session.waited_s for session in sessions), recorder.writer_s), 0.0)
     rest_s = max(total_s - capture_s, 0.0)
     # In a short run the writer works mostly after the model has ended, and does not slow it down.
-    slowed_s = min(recorder.writer_s if cores_are_taken else waited_s, rest_s / 2)
+    slowed_s = recorder.writer_s if cores_are_taken else waited_s
+    measured = [session.slowdown.seconds for session in sessions if session.total_s]
+    known = [seconds for seconds in measured if seconds is not None]
+    if known and len(known) == len(measured):
+        # What few steps show may be far off.
+        slowed_s = min(sum(known), _MOST_SLOWED * recorder.writer_s)
+    slowed_s = min(slowed_s, rest_s / 2)
     without_s = rest_s - slowed_s
     return {
         "capture_s": round(capture_s, 6),

@@ -318,6 +318,7 @@ class WatchSession(CaptureSession):
         step, input_tokens = finished.context, finished.tokens
         if now is not None:
             step.wall_ms = (now - step.started) * 1e3
+            self._compare_with_quiet_steps(step)
         if rows is not None and rows.has_ids:
             self._samples.on_token(step.step, rows.newest_id)
             if row is not None:

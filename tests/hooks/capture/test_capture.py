@@ -32,6 +32,9 @@ from flexinspect.records.step import (
     TokenRecord,
 )
 from flexinspect_hooks.capture.hook import built_in_hooks
+from flexinspect_hooks.capture.recorder import N_IMMEDIATE_STEPS
+from flexinspect_hooks.capture.step_clock import StepContext
+from flexinspect_hooks.capture.writer_slowdown import WriterSlowdown
 from flexinspect_hooks.generation.decoding import Choice, generate
 from flexinspect_hooks.generation.flex_patch import FlexPatch
 from flexinspect_hooks.generation.mask_source import SpecMaskSource
@@ -661,3 +664,39 @@ def test_the_cost_includes_the_time_that_the_writer_takes_from_the_model(
     assert session.waited_s >= 0.002 * NEW
     spent = cost["capture_s"] + cost[counts]
     assert cost["ratio"] == pytest.approx(spent / (cost["total_s"] - spent), rel=1e-2)
+
+
+def test_the_cost_includes_how_much_longer_steps_take_beside_the_writer(
+    llama: Any, prompt: Prompt
+) -> None:
+    counts: list[int] = []
+
+    class Listening(MemorySink):
+        def write_steps(self, records: Sequence[StepRecord]) -> None:
+            counts.append(session.recorder.n_writes)
+
+    session = CaptureSession(llama, Listening())
+    with session:
+        begin(session, prompt)
+        generate(llama, prompt, max_new_tokens=NEW, on_choice=chooser(session, prompt))
+    assert counts
+    assert all(count % 2 for count in counts)
+    assert session.recorder.n_writes % 2 == 0
+    assert session.slowdown.n_quiet + session.slowdown.n_busy == NEW - N_IMMEDIATE_STEPS
+    session.slowdown = WriterSlowdown(n_quiet=10, quiet_s=0.1, n_busy=2, busy_s=0.024)
+    session.total_s, session.recorder.writer_s = 2 + session.capture_s, 10.0
+    ratio = (session.capture_s + 0.004) / (2 - 0.004)
+    assert session.cost()["ratio"] == pytest.approx(ratio, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_busy"), [(4, 4, False), (4, 5, True), (5, 5, True), (5, 6, True)]
+)
+def test_a_step_is_busy_if_the_writer_worked_at_any_time_in_it(
+    llama: Any, before: int, after: int, is_busy: bool
+) -> None:
+    session = CaptureSession(llama, MemorySink())
+    session.recorder.n_writes = after
+    step = StepContext(0, 5, "decode", 1, 9, "basic", wall_ms=3.0, writes_before=before)
+    session._compare_with_quiet_steps(step)
+    assert (session.slowdown.n_busy, session.slowdown.n_quiet) == (is_busy, not is_busy)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from threading import get_ident
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,6 +133,7 @@ class AttentionHook(Hook):
             layer = layer_of.get(id(module)) if context.thread == get_ident() else None
             if layer is None:
                 return function(module, query, key, value, *args, **kwargs)
+            started = perf_counter()
             call = AttentionCall(layer, name, path, module, query, key, value, args, kwargs)
             call.function = function
             if kernels is not None and is_plain and "is_causal" not in kwargs:
@@ -140,6 +142,7 @@ class AttentionHook(Hook):
                 if kernels.errors or sys.exception() is not kernels.outer_exception:
                     call.suppressed_exception = kernels.suppressed_exception(layer)
                 this_thread.is_quiet = True
+                called = perf_counter()
                 try:
                     out = function(module, query, key, value, *args, **kwargs)
                 except Exception as error:
@@ -147,17 +150,22 @@ class AttentionHook(Hook):
                     raise
                 finally:
                     this_thread.is_quiet = False
+                returned = perf_counter()
                 call.output, call.softcap = out[0], kwargs.get("softcap")
                 self._refs.append(call)
                 series.compare(call)
+                context.layers_s += called - started + perf_counter() - returned
                 if context.on_call is not None:
                     context.on_call(call)
                 return out
             LAST_CALL.path, LAST_CALL.lse, LAST_CALL.softcap = "", None, None
             if kernels is not None:
                 return self._call_user_function(kernels, call)
+            called = perf_counter()
             out = function(module, query, key, value, *args, **kwargs)
+            returned = perf_counter()
             self._keep([_with_output(call, out[0])])
+            context.layers_s += called - started + perf_counter() - returned
             return out
 
         return attention
@@ -173,8 +181,10 @@ class AttentionHook(Hook):
             if call.backend == "eager":  # else the observer of its kernel reports it
                 self._report_failure(kernels, call, error)
             raise
+        returned = perf_counter()
         with suppress(Exception):  # then the layer counts as unseen, and the step reports it
             self._keep(_calls_of_function(call, out[0], kernels.take_since(mark)))
+        self._context.layers_s += perf_counter() - returned
         return out
 
     def _report_failure(self, kernels: KernelCalls, call: AttentionCall, error: Exception) -> None:

@@ -174,6 +174,7 @@ def _observed_call(name: str, own: Any, names: tuple[str, ...], args: Any, kw: A
 
     `own` is the kernel and `names` are those of its parameters.
     """
+    started = time.perf_counter()
     compiled = callable(_eval_frame_callback())
     if name == FLEX and not compiled:
         own = with_python_mods(own, args[3] if len(args) > 3 else kw.get("score_mod"))
@@ -185,12 +186,15 @@ def _observed_call(name: str, own: Any, names: tuple[str, ...], args: Any, kw: A
     if observer is None:
         return own(*args, **kw)
     this_thread.ran_plain = False
+    called = time.perf_counter()
     try:
         output = own(*args, **kw)
     except BaseException as error:
         apply(_end, observer.failed, call, error)
         raise
+    returned = time.perf_counter()
     apply(_end, observer.after, call, output)
+    observer.context.layers_s += called - started + time.perf_counter() - returned
     return output
 
 
