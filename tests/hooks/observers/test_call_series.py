@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,3 +166,25 @@ def test_a_scale_that_is_a_tensor_ends_the_series_and_not_the_forward(tmp_path: 
         decode(model, set_scale_per_head)
     with watched.reader() as reader:
         assert [len(list(reader.calls(0, step))) for step in range(N_STEPS)] == [3] * N_STEPS
+
+
+def own_attention(
+    module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any
+) -> Any:
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager", "own"])
+def test_what_recording_takes_in_the_layers_is_part_of_the_stated_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    monkeypatch.setattr(CallSeries, "compare", lambda *_: time.sleep(0.002))
+    if backend == "own":
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "own", own_attention)
+    model = make_model("llama")
+    model.set_attn_implementation(backend)
+    with torch.no_grad(), flexinspect.watch(model, out=tmp_path / "a.flextrace") as watched:
+        decode(model, nothing)
+    with watched.reader() as reader:
+        cost = reader.run()["cost"]
+    assert cost["capture_s"] > 0.002 * N_STEPS * len(model.model.layers)

@@ -60,8 +60,9 @@ class KernelCall(Struct, eq=False):
     The observer adds the rest. `layer` is None in no known layer, `module` is the layer's attention
     module and `mask_passed_to_layer` the mask that it received. `suppressed_exception` names the
     exception in whose handler the call was made, or which a kernel raised earlier in the same
-    layer. `started` is a time of `time.perf_counter`, `peak` the peak memory in bytes before a mask
-    is built.
+    layer. `began`, `started` and `returned` are times of `time.perf_counter`: when the observer
+    was asked, when the kernel began and when it returned. `peak` is the peak memory in bytes before
+    a mask is built.
     """
 
     name: str
@@ -71,7 +72,9 @@ class KernelCall(Struct, eq=False):
     module: nn.Module | None = None
     mask_passed_to_layer: Any = SAME_MASK
     suppressed_exception: str | None = None
+    began: float = 0.0
     started: float = 0.0
+    returned: float = 0.0
     peak: int = 0
     output: Any = None
     output_version: int | None = None
@@ -174,7 +177,7 @@ def _observed_call(name: str, own: Any, names: tuple[str, ...], args: Any, kw: A
 
     `own` is the kernel and `names` are those of its parameters.
     """
-    started = time.perf_counter()
+    began = time.perf_counter()
     compiled = callable(_eval_frame_callback())
     if name == FLEX and not compiled:
         own = with_python_mods(own, args[3] if len(args) > 3 else kw.get("score_mod"))
@@ -186,15 +189,14 @@ def _observed_call(name: str, own: Any, names: tuple[str, ...], args: Any, kw: A
     if observer is None:
         return own(*args, **kw)
     this_thread.ran_plain = False
-    called = time.perf_counter()
+    call.began = began
     try:
         output = own(*args, **kw)
     except BaseException as error:
         apply(_end, observer.failed, call, error)
         raise
-    returned = time.perf_counter()
+    call.returned = time.perf_counter()
     apply(_end, observer.after, call, output)
-    observer.context.layers_s += called - started + time.perf_counter() - returned
     return output
 
 
@@ -492,6 +494,8 @@ class KernelCalls(Struct, eq=False):
             call.compiled = False
         call.output, call.output_version = output, _version_of(output)
         self.done.append(call)
+        own_s = call.started - call.began + time.perf_counter() - call.returned
+        self.context.layers_s += own_s
         if self.context.on_kernel is not None:
             self.context.on_kernel(call)
 
