@@ -27,20 +27,23 @@ MODIFIED = "tensors-modified"
 """The result of `unless_modified` where tensors were modified, and the event that reports it."""
 
 
-def unless_modified(tensors: Sequence[Tensor], reduce: Reduction) -> Reduction:
-    """Return a reduction that gives only `MODIFIED` if a tensor is modified before it is done.
+def unless_modified(tensors: Sequence[Tensor]) -> Callable[[Reduction], Reduction]:
+    """Return what makes reductions give only `MODIFIED` if a tensor is modified before.
 
     The tensors are not those of inference mode, for which torch does not count modifications.
     """
     versions = [tensor._version for tensor in tensors]
 
-    def checked(xp: Any, **inputs: Any) -> Mapping[str, Any]:
-        reduced = reduce(xp, **inputs)
-        if versions == [tensor._version for tensor in tensors]:
-            return reduced
-        return {MODIFIED: xp.ones(())}
+    def guard(reduce: Reduction) -> Reduction:
+        def checked(xp: Any, **inputs: Any) -> Mapping[str, Any]:
+            reduced = reduce(xp, **inputs)
+            if versions == [tensor._version for tensor in tensors]:
+                return reduced
+            return {MODIFIED: xp.ones(())}
 
-    return checked
+        return checked
+
+    return guard
 
 
 def _raise_error(owner: Any, error: Exception) -> None:
@@ -53,11 +56,19 @@ class StepBuffer:
     On CUDA all of them are packed into one byte tensor and copied once, asynchronously, to pinned
     memory on a side stream; on other devices they are not copied here. Tensors that are put here
     must not change afterwards. `owner` is the hook that puts results now; a failure is reported
-    under its name.
+    under its name. Without `has_graph` no tensor has a graph of autograd, which would stay in
+    memory until the step is written; looking at each takes time.
     """
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        stream: torch.cuda.Stream | None = None,
+        *,
+        has_graph: bool = True,
+    ) -> None:
         self.owner: Any = None
+        self._has_graph = has_graph
         self._owners: dict[str, Any] = {}
         self._device = device
         self._stream = stream
@@ -96,8 +107,9 @@ class StepBuffer:
         inputs are. Inputs must not change afterwards; `wait=False` does the work at once.
         """
         if wait and self._device.type == "cpu" and all(map(_is_on_cpu, inputs.values())):
-            detached = {name: _all_without_graph(value) for name, value in inputs.items()}
-            self._pending.append((self.owner, reduction, detached))
+            if self._has_graph:
+                inputs = {name: _map(_without_graph, value) for name, value in inputs.items()}
+            self._pending.append((self.owner, reduction, inputs))
             return
         for name, tensor in reduction(torch, **inputs).items():
             self.put(name, tensor)
@@ -177,12 +189,6 @@ def _without_graph(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def _all_without_graph(value: Inputs) -> Any:
-    if value is None or isinstance(value, Tensor):
-        return None if value is None else _without_graph(value)
-    return [one.detach() if one.requires_grad else one for one in value]
-
-
 def _map(convert: Callable[[Tensor], Any], value: Inputs) -> Any:
     if value is None or isinstance(value, Tensor):
         return None if value is None else convert(value)
@@ -192,10 +198,11 @@ def _map(convert: Callable[[Tensor], Any], value: Inputs) -> Any:
 def _is_on_cpu(value: Inputs) -> bool:
     if value is None or isinstance(value, Tensor):
         return value is None or value.is_cpu
-    return {one.is_cpu for one in value} <= {True}
+    return not value or value[0].is_cpu  # the writer thread copies others to the CPU
 
 
 def _as_numpy(tensor: Tensor) -> npt.NDArray[Any]:
+    tensor = _without_graph(tensor)
     if tensor.device.type != "cpu":
         tensor = tensor.cpu()  # MPS and others: no side stream, the writer thread waits
     if tensor.dtype is torch.bfloat16:

@@ -10,7 +10,7 @@ dtype, which products with a dense random matrix are not where matrix products r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -26,7 +26,6 @@ from flexinspect_hooks.capture.buffer import (
     StepBuffer,
     Values,
     stack_layers,
-    unless_modified,
 )
 from flexinspect_hooks.capture.step_clock import StepContext
 
@@ -111,11 +110,13 @@ class HiddenDigests:
         model: nn.Module,
         step: StepContext,
         buffer: StepBuffer,
+        guard: Callable[[Reduction], Reduction] | None = None,
     ) -> None:
         """Reduce the outputs of all layers: (layer, (batch, rows, hidden), version when returned).
 
         `stack` (layers, hidden) are the newest rows, where they have been stacked already, or the
-        outputs themselves, where the writer thread stacks them. An output that was modified in
+        outputs themselves, where the writer thread stacks them; `guard` checks that they are not
+        modified before. An output that was modified in
         place afterwards is not what the layer returned: a model that does so has no digests.
         """
         if step.step == 0:
@@ -140,8 +141,8 @@ class HiddenDigests:
         n = first.shape[-1]
         sign = signs(n) if on_cpu else _signs_on(n, first.device)
         sums: Reduction = partial(_sums, n_batch, sign)
-        if isinstance(rows, list):
-            sums = unless_modified(rows, sums)
+        if guard is not None and isinstance(rows, list):
+            sums = guard(sums)
         buffer.defer(sums, rows=rows)
 
     def _put_weights(self, model: nn.Module, buffer: StepBuffer) -> None:

@@ -86,15 +86,17 @@ class ModuleHook(Hook):
         if step.level == "basic" and on_cpu and step.logits is not None:
             if step.q_len == 1 and step.logits.dtype is torch.float32 and self._can_wait(kept):
                 outputs = [output for _, output, _ in kept]
-                reduce = unless_modified(outputs, _statistics_if_not_finite)
+                reduce = unless_modified(outputs)(_statistics_if_not_finite)
                 buffer.defer(reduce, outputs=outputs, logits=step.logits)
                 return _Layers([layer for layer, *_ in kept])
             if math.isfinite(float(step.logits.max())):
                 return _Layers()
         stack: Sequence[Tensor] | Tensor | None = None
+        guard = None
         if step.q_len == 1 and on_cpu and self._can_wait(kept):
             stack = [output for _, output, _ in kept]  # stacked in the writer thread
-            buffer.defer(unless_modified(stack, _one_row_statistics), outputs=stack)
+            guard = unless_modified(stack)
+            buffer.defer(guard(_one_row_statistics), outputs=stack)
         elif step.q_len == 1:
             stack = stack_layers([output[0] for _, output, _ in kept]).flatten(1).float()
             buffer.defer(partial(_statistics, on_cpu, 1), rows=stack)
@@ -109,7 +111,7 @@ class ModuleHook(Hook):
             stored = [output[0] for _, output in chosen]
             buffer.put_activations("hidden", [layer for layer, _ in chosen], stored)
         if step.level != "basic":
-            self._digests.reduce(kept, stack, self._context.model, step, buffer)
+            self._digests.reduce(kept, stack, self._context.model, step, buffer, guard)
         layers = [(layer, output) for layer, output, _ in kept]
         lens = self._reduce_lens(layers, step, buffer) if step.level == "extreme" else []
         return _Layers([layer for layer, _ in layers], lens)

@@ -398,11 +398,12 @@ class CaptureSession:
         return queued
 
     def _reduce(self, step: StepContext) -> FinishedStep:
-        buffer, kept = StepBuffer(self._device, self._stream), []
+        has_graph = torch.is_grad_enabled()
+        buffer, kept = StepBuffer(self._device, self._stream, has_graph=has_graph), []
         step.capture_s += self.context.layers_s
         step.events += self._graphs.on_step(step.phase)
         # Entering `no_grad` costs as much as a hook, and `generate` runs without gradients already.
-        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+        with torch.no_grad() if has_graph else nullcontext():
             for hook, call in tuple(self._own_methods("reduce")):
                 buffer.owner = hook
                 try:

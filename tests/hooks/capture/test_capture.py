@@ -258,9 +258,9 @@ def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> lis
     monkeypatch.setattr(segment_attention, "available_cores", lambda: n_cores)
     original = segment_attention._DeferredTensors.__init__
 
-    def init(self: Any, tensors: Any, n_bytes: int, names: Any) -> None:
+    def init(self: Any, tensors: Any, n_bytes: int) -> None:
         sizes.append(n_bytes)
-        original(self, tensors, n_bytes, names)
+        original(self, tensors, n_bytes)
 
     monkeypatch.setattr(segment_attention._DeferredTensors, "__init__", init)
     return sizes
@@ -345,9 +345,9 @@ def test_keys_of_another_model_may_be_deferred_while_the_limit_is_checked() -> N
         def n_bytes(self, value: int) -> None: ...
 
     late: list[segment_attention._DeferredTensors] = []
-    make_late = lambda: late.append(segment_attention._DeferredTensors([], 2, ()))  # noqa: E731
+    make_late = lambda: late.append(segment_attention._DeferredTensors({}, 2))  # noqa: E731
     comes = threading.Thread(target=make_late)
-    here = Measured([], 1, ())
+    here = Measured({}, 1)
     assert segment_attention._DeferredTensors.has_room(0)
     comes.join()
     assert {here, *late} <= set(segment_attention._DeferredTensors._all)

@@ -188,3 +188,21 @@ def test_what_recording_takes_in_the_layers_is_part_of_the_stated_cost(
     with watched.reader() as reader:
         cost = reader.run()["cost"]
     assert cost["capture_s"] > 0.002 * N_STEPS * len(model.model.layers)
+
+
+def test_rows_are_reduced_from_the_step_on_at_which_the_level_rises_in_a_series(
+    tmp_path: Path,
+) -> None:
+    model = make_model("llama")
+    path = tmp_path / "rising.flextrace"
+    with torch.no_grad(), flexinspect.watch(model, out=path, level="basic") as watched:
+        session = watched._session
+
+        def rise(model: Any, arguments: dict[str, Any]) -> None:
+            session.level = "advanced"
+
+        decode(model, rise)
+    with watched.reader() as reader:
+        for step in range(N_STEPS):
+            errors = [call.lse_error for call in reader.calls(0, step)]
+            assert [one is not None for one in errors] == [step >= CHANGED_AT] * len(errors)

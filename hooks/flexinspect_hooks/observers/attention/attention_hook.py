@@ -238,6 +238,7 @@ class AttentionHook(Hook):
         series = self._series
         is_repeated = series.continues(refs)
         if not is_repeated:
+            self._segment_reducer.end_series()
             self._report_unseen_layers(len({ref.layer for ref in refs}), step)
             for ref in refs:
                 ref.note_unknown_scale()

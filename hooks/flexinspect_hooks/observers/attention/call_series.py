@@ -49,7 +49,10 @@ class CallSeries:
             kwargs, args, module = ref.kwargs, ref.args, ref.module
             query, key = ref.query, ref.key.shape
             mask = args[0] if args else kwargs.get("attention_mask")
-            numbers = (ref.softcap, kwargs.get("scaling"), kwargs.get("sliding_window", SAME_MASK))
+            numbers = (
+                *(ref.softcap, kwargs.get("scaling"), kwargs.get("dropout")),
+                kwargs.get("sliding_window", SAME_MASK),
+            )
             own, masks = module.__dict__, self._masks
             forward = own.get("forward")
             if forward is None:
@@ -61,6 +64,9 @@ class CallSeries:
                 getattr(forward, "__code__", 0),
                 *(query.shape, query.dtype, key[0], key[1], key[3]),
                 *(ref.causal, own.get("is_causal"), ref.suppressed_exception),
+                # What decides whether the weights can be recomputed.
+                *(ref.lse is None, kwargs.get("s_aux") is None),
+                kwargs.get("position_bias") is None,
                 # Anything else than a number equals nothing.
                 numbers if _PLAIN.issuperset(map(type, numbers)) else object(),
                 # The numbers of masks tell which calls share one.

@@ -8,7 +8,7 @@ mask that ran. If a kernel returns no LSE, the row's output is recomputed and co
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from threading import Lock
 from typing import Any, ClassVar, cast
@@ -50,6 +50,7 @@ class SegmentAttentionReducer:
 
     def __init__(self) -> None:
         self.begin(())
+        self.end_series()
 
     def begin(self, segments: Sequence[Segment]) -> None:
         """Take a generation's segments; the last one has no end, because tokens are added."""
@@ -58,6 +59,10 @@ class SegmentAttentionReducer:
         # If torch uses every core, work in the writer thread slows the model down just as much.
         self.defers = torch.get_num_threads() < available_cores()
         """Whether rows may wait for the writer thread; not after rows were lost by waiting."""
+
+    def end_series(self) -> None:
+        """The calls of the next step are not those of the step before."""
+        self._groups: list[tuple[list[int], str]] = []
 
     def _table(self, device: torch.device) -> _SegmentTable:
         found = self._tables.get(device)
@@ -71,18 +76,27 @@ class SegmentAttentionReducer:
         `lse_error` is the error of the LSE check. Sets `check_kind` of each call whose row can be
         recomputed.
         """
+        groups = self._groups
+        if not groups or any(refs[those[0]].captured.cells is None for those, _ in groups):
+            self._groups = self._group(refs)
+        for members, kind in self._groups:
+            for index in members:
+                refs[index].check_kind = kind
+            suffix = "/" + ",".join(map(str, members)) if len(members) < len(refs) else ""
+            self._reduce_group([refs[i] for i in members], suffix, kv_after, buffer)
+
+    def _group(self, refs: Calls) -> list[tuple[list[int], str]]:
+        """Return the calls whose rows are reduced together, and how they are checked."""
         groups: dict[tuple[Any, ...], list[int]] = {}
         for index, ref in enumerate(refs):
             if _can_recompute(ref):
                 if ref.lse is None and ref.kernel is not None and ref.kernel.is_output_modified:
                     continue  # the program replaced what the kernel returned
-                ref.check_kind = "output" if ref.lse is None else "lse"
+                kind = "output" if ref.lse is None else "lse"
                 shape, device = (*ref.key.shape[1:], ref.query.shape[1]), ref.key.device
-                key = (ref.captured.number, *shape, ref.check_kind, ref.scale, ref.softcap, device)
+                key = (kind, ref.captured.number, *shape, ref.scale, ref.softcap, device)
                 groups.setdefault(key, []).append(index)
-        for members in groups.values():
-            suffix = "/" + ",".join(map(str, members)) if len(members) < len(refs) else ""
-            self._reduce_group([refs[i] for i in members], suffix, kv_after, buffer)
+        return [(members, kind) for (kind, *_), members in groups.items()]
 
     def _reduce_group(self, refs: Calls, suffix: str, kv_after: int, buffer: StepBuffer) -> None:
         """Reduce the newest rows of layers that share a mask and a shape."""
@@ -99,7 +113,7 @@ class SegmentAttentionReducer:
         deferred = _defer_tensors(refs) if self.defers else None
         if deferred is not None:
             reduce_later = partial(_reduce_deferred_rows, suffix, first.softcap, first.scale)
-            inputs |= {name: [getattr(ref, name) for ref in refs] for name in deferred.names}
+            inputs |= deferred.tensors
             buffer.defer(partial(reduce_later, deferred), **inputs)
             return
         inputs["inside"] = inside[:n_keys]
@@ -172,14 +186,14 @@ they would slow the model down (SMP_THRESHOLD_MIN * GEMM_MULTITHREAD_THRESHOLD i
 class _DeferredTensors:
     """Tensors of calls that wait to be read, while this lives; models may run in threads.
 
-    `names` are the attributes of an `AttentionCall` that wait.
+    `tensors` are those of all calls, by their names in an `AttentionCall`.
     """
 
     _all: ClassVar[WeakSet[_DeferredTensors]] = WeakSet()
     _lock: ClassVar[Lock] = Lock()
 
-    def __init__(self, tensors: list[Tensor], n_bytes: int, names: tuple[str, ...]) -> None:
-        self.names, self.tensors, self.n_bytes = names, tensors, n_bytes
+    def __init__(self, tensors: Mapping[str, list[Tensor]], n_bytes: int) -> None:
+        self.tensors, self.n_bytes = tensors, n_bytes
         with self._lock:
             self._all.add(self)
 
@@ -202,19 +216,20 @@ def _defer_tensors(refs: Calls) -> _DeferredTensors | None:
         return None
     # Without the kernel's LSE the row's output is computed again.
     names = ("query", "key", "value", "output") if first.lse is None else ("query", "key", "lse")
-    if any(getattr(first, name).is_inference() for name in names):
+    tensors = {name: [getattr(ref, name) for ref in refs] for name in names}
+    if any(those[0].is_inference() for those in tensors.values()):
         return None
-    if any(ref.query.dtype is not torch.float32 for ref in refs):
+    if {one.dtype for one in tensors["query"]} != {torch.float32}:
         return None
-    tensors = [getattr(ref, name) for ref in refs for name in names]
     # The versions of all are read when they are reduced; each reading costs time here.
-    some = (*tensors[: len(names)], *tensors[-len(names) :])
-    if any(t.dtype is not torch.float32 or tensor_version(t) for t in some):
-        return None
+    for those in tensors.values():
+        for one in (those[0], those[-1]):
+            if one.dtype is not torch.float32 or one._version:
+                return None
     n_bytes = 2 * len(refs) * first.key.nbytes
     if not _DeferredTensors.has_room(n_bytes):
         return None
-    return _DeferredTensors(tensors, n_bytes, names)
+    return _DeferredTensors(tensors, n_bytes)
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -269,7 +284,7 @@ def _reduce_deferred_rows(
         inputs["values"] = [each[0] for each in value]
         inputs["outputs"] = xp.stack([each[0, -1] for each in output])
     reduced = _reduce_rows(suffix, softcap, xp, **inputs)
-    if any(map(tensor_version, deferred.tensors)):
+    if any(tensor_version(one) for those in deferred.tensors.values() for one in those):
         return {f"{LOST_PREFIX}{suffix}": xp.ones(())}
     return reduced
 
