@@ -25,13 +25,13 @@ setup: $(STAMP) ## make the virtual environment, and compile the sources to byte
 demo: setup ## answer two questions with the shipped model and step through what ran
 	$(BIN)/flexinspect run --model demo --dataset demo --max-samples 2 --cue "In a sentence:" --overwrite --out demo.flextrace
 
-# Four processes suit two cores, because tests also wait for other processes and for timers. Each
+# Three processes suit two cores, because tests also wait for other processes and for timers. Each
 # process has one thread of torch, which does not spin while it waits; tests that need more threads
 # set them. Bytecode is written even if the environment forbids it: the suite starts hundreds of
 # processes, and each would compile the sources again.
 test: setup ## run the test suite
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
-		$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+		$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-fast: setup ## run the quick tests that load no torch and start no process
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --fast
