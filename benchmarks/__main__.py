@@ -34,11 +34,12 @@ from benchmarks import (
     tui,
     writing,
 )
-from benchmarks.common import NEW, bench_model, machine, real_model, save
+from benchmarks.common import NEW, bench_model, machine, real_model, save, thin_model
 from benchmarks.generation_bugs import runner as generation_bugs
 from benchmarks.training_bugs import inferred
 from benchmarks.training_bugs import runner as training_bugs
 
+THIN = "thin"
 CASES: dict[str, Callable[[Any, argparse.Namespace], dict[str, Any]]] = {
     "engine-uncompiled": lambda model, a: engine.measure(
         model, a.seconds, a.tokens, compiled=False
@@ -107,7 +108,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
-        "--model", help="an alias, with random weights in bfloat16 (default: the small Llama)"
+        "--model",
+        help="an alias, with random weights in bfloat16, or thin, whose steps are mostly Python "
+        "(default: the small Llama)",
     )
     args = parser.parse_args()
     unknown = [name for name in args.cases if name not in known]
@@ -128,6 +131,12 @@ def _flags(args: argparse.Namespace) -> list[str]:
     return flags + ([f"--model={args.model}"] if args.model else [])
 
 
+def _model(args: argparse.Namespace) -> Any:
+    if args.model is None:
+        return bench_model(args.device)
+    return thin_model(args.device) if args.model == THIN else real_model(args.model, args.device)
+
+
 def measure(name: str, args: argparse.Namespace) -> None:
     """Run one case in this process and save its result."""
     if name in WITHOUT_MODEL:
@@ -143,8 +152,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
         print(table(facts), flush=True)
         return
     warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-    model = real_model(args.model, args.device) if args.model else bench_model(args.device)
-    facts = CASES[name](model, args)
+    facts = CASES[name](_model(args), args)
     save(file, {"case": name, "model": args.model, "machine": machine(args.device), **facts})
     if name in TABLES:
         print(TABLES[name](facts), flush=True)

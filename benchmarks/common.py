@@ -48,6 +48,26 @@ def bench_model(device: str = "cpu") -> Any:
     return LlamaForCausalLM(config).to(device).eval().requires_grad_(False)
 
 
+def thin_model(device: str = "cpu") -> Any:
+    """Return a random Llama of 28 layers whose steps are mostly Python: hidden 64, 4 heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=28,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        bos_token_id=1,
+        eos_token_id=None,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config).to(device).eval().requires_grad_(False)
+
+
 def real_model(alias: str, device: str) -> Any:
     """Return a model of the registry at its real size, with random weights in bfloat16."""
     from flexinspect.inputs.model_names import resolve

@@ -261,6 +261,21 @@ QUESTIONS: Sequence[Question] = (
         own.steps_table,
     ),
     Question(
+        "What does `flexinspect.watch` cost per step with a free core?",
+        "The same with one torch thread.",
+        "own-steps --threads 1",
+        "own-steps-1-threads",
+        own.steps_table,
+    ),
+    Question(
+        "What does `flexinspect.watch` cost where a step is mostly Python?",
+        "The same for 28 layers of hidden size 64, one torch thread: a loop that is bound by the "
+        "interpreter, as many are on a GPU. The writer thread shares it with the model.",
+        "own-steps --model thin --threads 1 --tokens 400",
+        "own-steps-1-threads-thin",
+        own.steps_table,
+    ),
+    Question(
         "What does `flexinspect.watch` cost per step of a 1B model?",
         "The same for `llama3.2_1b_it` with random weights in bfloat16.",
         "own-steps --model llama3.2_1b_it",

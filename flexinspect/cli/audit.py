@@ -86,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
             path, code = _run_program(args)
         told = _stored(path)._replace(end_code=code, is_model_named=bool(args.weights_of_trace))
         if not args.json:
+            if judges_again:
+                _line("As the run's own audit found:")
             _show_stored(told)
         if judges_again:
             told = told._replace(again=_judge_trace(args, told.path))

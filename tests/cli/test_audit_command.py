@@ -61,7 +61,7 @@ def test_the_steps_of_a_trace_are_judged_again_after_what_is_stored(
     assert capture(script, out).code == 0
     assert main(["audit", str(out)]) == 0
     stored, judged = capsys.readouterr().out.split("From the digests of the trace:\n")
-    assert "Generation 0: 3 steps, 14 rows agree" in stored
+    assert stored.startswith("As the run's own audit found:\nGeneration 0: 3 steps, 14 rows agree")
     assert "Generation 0: 3 steps, 10 rows agree with the untouched implementation" in judged
     make_model("llama", num_hidden_layers=2).save_pretrained(tmp_path / "other")
     assert main(["audit", "--json", "--model", str(tmp_path / "other"), str(out)]) == 1

@@ -445,10 +445,10 @@ class CaptureSession:
         """Return the cost of capture so far, in seconds, and its `ratio` to the time without it.
 
         `capture_s` is time in the model's thread, `writer_s` CPU time of the writer thread. The
-        ratio includes how much longer steps take while the writer works (`WriterSlowdown`). Where
-        that is not known, it includes `writer_s` if torch uses every core, because then the writer
-        takes cores from the model, and else `waited_s`, the time that the model's thread waited in
-        forwards, because it shares the GIL with the writer.
+        ratio includes `writer_s` if torch uses every core, because then the writer takes cores from
+        the model. Otherwise it includes how much longer steps take while the writer works
+        (`WriterSlowdown`), because both need the interpreter; or, where that is not known,
+        `waited_s`, the time that the model's thread waited in forwards.
         """
         return capture_cost([self], self.recorder)
 
@@ -533,7 +533,7 @@ def capture_cost(sessions: Sequence[CaptureSession], recorder: Recorder) -> dict
     slowed_s = recorder.writer_s if cores_are_taken else waited_s
     measured = [session.slowdown.seconds for session in sessions if session.total_s]
     known = [seconds for seconds in measured if seconds is not None]
-    if known and len(known) == len(measured):
+    if known and len(known) == len(measured) and not cores_are_taken:
         # What few steps show may be far off.
         slowed_s = min(sum(known), _MOST_SLOWED * recorder.writer_s)
     slowed_s = min(slowed_s, rest_s / 2)

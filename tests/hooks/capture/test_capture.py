@@ -666,9 +666,12 @@ def test_the_cost_includes_the_time_that_the_writer_takes_from_the_model(
     assert cost["ratio"] == pytest.approx(spent / (cost["total_s"] - spent), rel=1e-2)
 
 
-def test_the_cost_includes_how_much_longer_steps_take_beside_the_writer(
-    llama: Any, prompt: Prompt
+@pytest.mark.parametrize(("threads", "slowed_s"), [(1, 0.004), (10_000, 0.1)])
+def test_the_cost_includes_how_much_longer_steps_take_beside_a_writer_with_a_core(
+    llama: Any, prompt: Prompt, monkeypatch: pytest.MonkeyPatch, threads: int, slowed_s: float
 ) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr("flexinspect_hooks.sessions.capture_session.available_cores", lambda: 2)
     counts: list[int] = []
 
     class Listening(MemorySink):
@@ -684,8 +687,8 @@ def test_the_cost_includes_how_much_longer_steps_take_beside_the_writer(
     assert session.recorder.n_writes % 2 == 0
     assert session.slowdown.n_quiet + session.slowdown.n_busy == NEW - N_IMMEDIATE_STEPS
     session.slowdown = WriterSlowdown(n_quiet=10, quiet_s=0.1, n_busy=2, busy_s=0.024)
-    session.total_s, session.recorder.writer_s = 2 + session.capture_s, 10.0
-    ratio = (session.capture_s + 0.004) / (2 - 0.004)
+    session.total_s, session.recorder.writer_s = 2 + session.capture_s, 0.1
+    ratio = (session.capture_s + slowed_s) / (2 - slowed_s)
     assert session.cost()["ratio"] == pytest.approx(ratio, rel=1e-2)
 
 
