@@ -28,44 +28,45 @@ RESULTS = Path(__file__).parent / "results"
 PROMPT, NEW = 256, 64
 
 
-def bench_model(device: str = "cpu") -> Any:
-    """Return the random Llama of the figures: 8 layers, hidden 512, 8 heads, 4 KV heads."""
+def random_llama(device: str, dtype: torch.dtype = torch.float32, **sizes: int) -> Any:
+    """Return a random Llama with these sizes of its configuration, under SDPA."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
+        **sizes,
+        max_position_embeddings=1024,
+        bos_token_id=1,
+        eos_token_id=None,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config).to(device, dtype).eval().requires_grad_(False)
+
+
+def bench_model(device: str = "cpu") -> Any:
+    """Return the random Llama of the figures: 8 layers, hidden 512, 8 heads, 4 KV heads."""
+    return random_llama(
+        device,
         vocab_size=32000,
         hidden_size=512,
         intermediate_size=1376,
         num_hidden_layers=8,
         num_attention_heads=8,
         num_key_value_heads=4,
-        max_position_embeddings=1024,
-        bos_token_id=1,
-        eos_token_id=None,
-        attn_implementation="sdpa",
     )
-    return LlamaForCausalLM(config).to(device).eval().requires_grad_(False)
 
 
 def thin_model(device: str = "cpu") -> Any:
     """Return a random Llama of 28 layers whose steps are mostly Python: hidden 64, 4 heads."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    return random_llama(
+        device,
         vocab_size=1000,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=28,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=1024,
-        bos_token_id=1,
-        eos_token_id=None,
-        attn_implementation="sdpa",
     )
-    return LlamaForCausalLM(config).to(device).eval().requires_grad_(False)
 
 
 def real_model(alias: str, device: str) -> Any:

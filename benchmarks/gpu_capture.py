@@ -23,7 +23,7 @@ import torch
 from msgspec import Struct
 
 from benchmarks import capture, own
-from benchmarks.common import Timing, bench_prompt, markdown, real_model, time_flex
+from benchmarks.common import Timing, bench_prompt, markdown, random_llama, real_model, time_flex
 from benchmarks.engine import time_generate
 from benchmarks.rewind import WARM, NullRecorder
 from flexinspect.core.errors import summarize_error
@@ -85,22 +85,16 @@ class Left:
 
 def check_model(device: str, dtype: torch.dtype) -> Any:
     """Return a random Llama of 2 layers with heads of 64, as GPU kernels want them."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    return random_llama(
+        device,
+        dtype,
         vocab_size=512,
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=1024,
-        bos_token_id=1,
-        eos_token_id=None,
-        attn_implementation="sdpa",
     )
-    return LlamaForCausalLM(config).to(device, dtype).eval().requires_grad_(False)
 
 
 # -- correctness ----------------------------------------------------------------------------------

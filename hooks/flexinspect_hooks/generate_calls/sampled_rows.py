@@ -71,9 +71,8 @@ class SampledRows:
     """The choices of the open generation of one model."""
 
     def __init__(self) -> None:
-        self._steps: list[
-            tuple[list[_CopiedChoice], Tensor]
-        ] = []  # with the token (1,) that was chosen
+        self._steps: list[tuple[list[_CopiedChoice], Tensor]] = []
+        """The choices of each step, with the token (1,) that was chosen."""
         self._candidates: list[_CopiedChoice] = []
         self._newest: NewestLogits | None = None
         self._has_generate = False

@@ -109,4 +109,4 @@ def _can_continue(ref: AttentionCall) -> bool:
 
 
 _PLAIN = frozenset((int, float, bool, type(None), type(SAME_MASK)))
-"""The types of scale, soft cap and window that are compared by value."""
+"""The types of soft cap, scale, dropout and window that are compared by value."""
