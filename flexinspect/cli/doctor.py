@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,13 +46,20 @@ def run(args: argparse.Namespace) -> int:
     Raises `UsageError` for an unknown dtype.
     """
     from flexinspect.doctor.check import Status
+    from flexinspect.doctor.checklist import CheckRequest, checklist
     from flexinspect.inputs.model_sizes import canonical_dtype
 
-    args.dtype = canonical_dtype(args.dtype)
+    request = CheckRequest(
+        args.out,
+        model=args.model,
+        dataset=args.dataset,
+        dtype=canonical_dtype(args.dtype),
+        test_flex_attention=args.test_flex_attention,
+    )
     progress = ProgressLine(is_shown=not args.json)
     printer = None if args.json else _Printer(is_verbose=args.verbose)
     checks = []
-    for check in _checks(args, progress.show):
+    for check in checklist(request, progress.show):
         progress.clear()
         checks.append(check)
         if printer is not None:
@@ -66,43 +71,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         printer.end(_summary(checks))
     return int(n_errors > 0)
-
-
-def _checks(args: argparse.Namespace, progress: Callable[[str], None]) -> Iterator[Check]:
-    """Yield the checks, the quick ones first; torch and the hub are asked meanwhile."""
-    from flexinspect.doctor import machine, packages
-    from flexinspect.doctor.torch_report import TorchReport
-
-    report = TorchReport(test_flex_attention=args.test_flex_attention)
-    with closing(report), ThreadPoolExecutor(1) as pool:
-        hub = pool.submit(_check_hub)
-        yield packages.check_python()
-        yield from packages.check_packages()
-        yield packages.check_spacy_model()
-        yield from machine.check_machine(args.out)
-        progress("asking the hub")
-        yield hub.result()
-        yield from _check_inputs(args, progress, hub_is_up=hub.result().status == "ok")
-        yield from report.checks(progress)
-
-
-def _check_hub() -> Check:
-    from flexinspect.doctor.hub import check_hub
-
-    return check_hub()
-
-
-def _check_inputs(
-    args: argparse.Namespace, progress: Callable[[str], None], *, hub_is_up: bool
-) -> Iterator[Check]:
-    from flexinspect.doctor import hub
-
-    if args.model:
-        progress(f"looking for {args.model}")
-        yield from hub.check_model(args.model, args.dtype, hub_is_up=hub_is_up)
-    if args.dataset:
-        progress(f"reading {args.dataset}")
-        yield from hub.check_dataset(args.dataset, hub_is_up=hub_is_up)
 
 
 class _Printer:

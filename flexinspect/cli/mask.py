@@ -134,7 +134,10 @@ def run(args: argparse.Namespace) -> int:
             return _list(as_json=args.json)
         labels = figure_labels(args.lang)
         if args.all:
-            return _write_all(args, labels)
+            from flexinspect.cli.all_mask_figures import write_all_figures
+
+            folder = args.output or Path(OUTPUT_FOLDER)
+            return write_all_figures(args, folder, _style(args, labels))
         return _Laboratory(args, labels).run()
 
 
@@ -302,34 +305,3 @@ class _Laboratory:
             columns = ("states", "row_edges", "key_edges", "empty_rows", "unseen_keys")
             found["picture"] = {name: getattr(picture, name).tolist() for name in columns}
         return {**found, "exit_code": exit_code}
-
-
-def _write_all(args: argparse.Namespace, labels: Labels) -> int:
-    """Write the pictures of all presets, of their phases, and the flowchart."""
-    from flexinspect.cli import mask_output
-    from flexinspect.cli.mask_sources import preset_inputs
-    from flexinspect.figures.sheet import check_size, require_matplotlib
-
-    folder, saved = args.output or Path(OUTPUT_FOLDER), list[str]()
-    if folder.suffix.lower() in mask_output.SUFFIXES:
-        what = f"--all writes many files, and {folder} is the name of one."
-        raise UsageError(what, hint="Name a folder.")
-    require_matplotlib()
-    style = _style(args, labels)
-    check_size(style.width, None)
-    sources = preset_inputs(args)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"The folder {folder} cannot be made: {error.strerror}.") from error
-    with share_bar("writing figures") as report:
-        for number, (name, source) in enumerate(sources.items()):
-            saved += mask_output.save_preset(name, source, folder, style, args.block_size)
-            report((number + 1) / (len(sources) + 1))
-        mask_output.save_flowchart(folder / "flowchart.png", style)
-    files = [str(folder / name) for name in (*saved, "flowchart.png")]
-    if args.json:
-        print_json({"files": files, "exit_code": 0})
-    else:
-        print_lines(files)
-    return 0

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from msgspec.structs import replace
 from rich.cells import cell_len
 from rich.console import Console
 from textual.strip import Strip
@@ -23,12 +22,11 @@ from flexinspect.drawing.theme import Theme
 from flexinspect.figures.mask_figure import FigureStyle
 from flexinspect.masks.census import Report
 from flexinspect.masks.known_masks import dense
-from flexinspect.masks.mask_analysis import MaskAnalysis, analyse_mask
+from flexinspect.masks.mask_analysis import MaskAnalysis
 from flexinspect.masks.mask_picture import MaskPicture
-from flexinspect.masks.mask_reduction import reduce_mask, reduce_phases
+from flexinspect.masks.mask_reduction import reduce_mask
 from flexinspect.masks.picture_text import (
     LEGEND,
-    Places,
     mark_meanings,
     phase_lines,
     phase_table,
@@ -226,35 +224,6 @@ def save_steps(
         report(done if weights is None else (1 + done) / 2)
 
     animation.save_animation(picture, file, style=style, steps=steps, progress=progress)
-
-
-def save_preset(
-    name: str, source: MaskInput, folder: Path, style: FigureStyle, block_size: int
-) -> list[str]:
-    """Write text, mask, phases and analysis of a preset into a folder; return the files' names."""
-    labels, segments, n = style.labels, source.segments, source.n_rows
-    facts = analyse_mask(source.mask, n, n, segments=segments, block_size=block_size)
-    picture = draw(source, labels)
-    lines = [*text_lines(source, picture, labels, 0), "", *facts.lines(Places(labels, segments))]
-    text = "".join(f"{line}\n" for line in lines).encode()
-    save_file(folder / f"{name}.txt", text, UsageError)
-    pictures = {"mask": picture}
-    phases = reduce_phases(source.mask, segments, source.limit)
-    for kind, phase in zip(("encoding", "generation"), phases, strict=True):
-        if phase is not None:
-            title = f"{phase.title}: {labels(f'figure_phase_{kind}')}"
-            pictures[kind] = replace(phase, title=title)
-    for kind, each in pictures.items():
-        save_figure(each, folder / f"{name}_{kind}.png", style)
-    save_analysis(facts, segments, folder / f"{name}_analysis.png", style)
-    return [f"{name}.txt", *(f"{name}_{kind}.png" for kind in (*pictures, "analysis"))]
-
-
-def save_flowchart(file: Path, style: FigureStyle) -> None:
-    """Write the flowchart as a figure. Raises `UsageError` without the library."""
-    from flexinspect.figures.flowchart_figure import save_flowchart
-
-    save_flowchart(file, labels=style.labels, theme=style.theme, dpi=style.dpi)
 
 
 def save_analysis(facts: MaskAnalysis, segments: Segments, file: Path, style: FigureStyle) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 
 from flexinspect.core.environment import require_library
 from flexinspect.exports.exporter import ExportOptions, Progress, clean_text
-from flexinspect.exports.mask_images import MaskImages
 from flexinspect.exports.step_values import step_values
+from flexinspect.exports.trace_mask_images import MaskImages
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import ArrayRecord, LogitsRecord, StepRecord
 from flexinspect.trace.query_results import GenerationRow

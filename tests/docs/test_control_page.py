@@ -8,7 +8,7 @@ from typing import get_args
 from support.paths import DOCS
 
 from flexinspect.control.messages import State
-from flexinspect_hooks.control.handlers import ROUTES
+from flexinspect_hooks.control.http_routes import ROUTES
 
 PAGE = (DOCS / "control.md").read_text()
 

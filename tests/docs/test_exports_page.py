@@ -15,7 +15,7 @@ from support.traces import sample_trace
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from flexinspect.exports.exporter import ExportOptions, exporter_names, load_exporter, write_export
-from flexinspect.exports.mask_images import MAX_PIXELS, N_STEPS
+from flexinspect.exports.trace_mask_images import MAX_PIXELS, N_STEPS
 from flexinspect.trace.reader import open_trace
 
 PAGE = (DOCS / "exports.md").read_text("utf-8")

@@ -26,7 +26,7 @@ from support.traces import (
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from flexinspect.exports import mask_images
+from flexinspect.exports import trace_mask_images
 from flexinspect.masks import presets
 from flexinspect.masks.viewport import CLOSED, LEAKED, OPEN
 from flexinspect.panels.mask.mask_pixels import mask_palette
@@ -133,7 +133,7 @@ def test_layers_with_different_masks_have_different_pictures(tmp_path: Path) -> 
 def test_only_some_steps_of_a_long_generation_have_pictures(tmp_path: Path) -> None:
     path = sample_trace(tmp_path / "run.flextrace", generations=1, steps=30)
     images = read(export(path, "tensorboard")).Images("mask/layers 0-3")
-    assert len(images) == mask_images.N_STEPS
+    assert len(images) == trace_mask_images.N_STEPS
     assert (images[0].step, images[-1].step) == (0, 29)
 
 

@@ -38,7 +38,13 @@ from flexinspect.control.messages import (
 from flexinspect.core import __version__
 from flexinspect.core.addresses import is_loopback
 from flexinspect.core.errors import ControlError, FlexInspectError
-from flexinspect_hooks.control.handlers import PARAMETERS, ROUTES, HttpError, Route, RouteHandlers
+from flexinspect_hooks.control.http_routes import (
+    PARAMETERS,
+    ROUTES,
+    HttpError,
+    Route,
+    RouteHandlers,
+)
 
 MAX_BODY_BYTES = 64 << 10
 """Largest body of a request, in bytes."""

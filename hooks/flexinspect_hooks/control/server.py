@@ -24,7 +24,7 @@ from flexinspect.core.errors import ControlError, UsageError
 from flexinspect.records.step import EventRecord
 from flexinspect_hooks.control import control_protocols
 from flexinspect_hooks.control.control_protocols import ControlTargets, FindingCounter
-from flexinspect_hooks.control.handlers import RouteHandlers
+from flexinspect_hooks.control.http_routes import RouteHandlers
 from flexinspect_hooks.python_internals.threads import background_thread
 
 if TYPE_CHECKING:

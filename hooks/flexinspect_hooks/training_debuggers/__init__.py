@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flexinspect_hooks.training_debuggers.async_logger import AsyncTrainingLogger
+    from flexinspect_hooks.training_debuggers.base_debugger import debug_logging
     from flexinspect_hooks.training_debuggers.diffusion import DiffusionModelDebugger
     from flexinspect_hooks.training_debuggers.profiling import profile_model_performance
-    from flexinspect_hooks.training_debuggers.pytorch_debugger import (
-        PyTorchDebugger,
-        debug_context,
-        debug_logging,
-    )
+    from flexinspect_hooks.training_debuggers.pytorch_debugger import PyTorchDebugger, debug_context
     from flexinspect_hooks.training_debuggers.switch_board import (
         SwitchBoard,
         board_of_settings,
@@ -47,9 +44,10 @@ __all__ = [
 
 _MODULES = {
     "async_logger": "AsyncTrainingLogger",
+    "base_debugger": "debug_logging",
     "diffusion": "DiffusionModelDebugger",
     "profiling": "profile_model_performance",
-    "pytorch_debugger": "PyTorchDebugger debug_context debug_logging",
+    "pytorch_debugger": "PyTorchDebugger debug_context",
     "switch_board": "SwitchBoard board_of_settings disable_debugging enable_debugging "
     "get_debugging_status",
     "training_debugger": "TrainingDebugger",

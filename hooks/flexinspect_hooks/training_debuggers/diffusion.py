@@ -10,14 +10,14 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+import flexinspect_hooks.training_debuggers.base_debugger as base_debugger
 import flexinspect_hooks.training_debuggers.measurements as measurements
-import flexinspect_hooks.training_debuggers.pytorch_debugger as pytorch_debugger
 from flexinspect.core.errors import UsageError
 from flexinspect.records.debug_switches import DebugLevel, DictDataclass
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.training.gradient_statistics import tensor_norms
+from flexinspect_hooks.training_debuggers.base_debugger import Anomaly, log
 from flexinspect_hooks.training_debuggers.measurements import ComponentInfo, TensorInfo
-from flexinspect_hooks.training_debuggers.pytorch_debugger import Anomaly, log
 
 MAX_SPREAD_GROWTH = 5.0  # a larger factor between two steps is an anomaly from ADVANCED on
 
@@ -55,7 +55,7 @@ class DiffusionStepInfo(DictDataclass):
     made_by: str | None = None
 
 
-class DiffusionModelDebugger(pytorch_debugger.BaseDebugger):
+class DiffusionModelDebugger(base_debugger.BaseDebugger):
     """Checks a pipeline's components, and the latents of each denoising step.
 
     `jump` is the largest factor by which the spread of the latents may grow in one step (from
@@ -69,7 +69,7 @@ class DiffusionModelDebugger(pytorch_debugger.BaseDebugger):
         level: DebugLevel | str = DebugLevel.BASIC,
         *,
         jump: float = MAX_SPREAD_GROWTH,
-        **options: Unpack[pytorch_debugger.BaseDebuggerOptions],
+        **options: Unpack[base_debugger.BaseDebuggerOptions],
     ) -> None:
         self._max_growth = argument_checks.check_limit(jump, "jump")
         super().__init__(level, **options)

@@ -16,14 +16,14 @@ import torch
 from msgspec.structs import asdict, replace
 from torch import Tensor, nn
 
-import flexinspect_hooks.training_debuggers.pytorch_debugger as pytorch_debugger
+import flexinspect_hooks.training_debuggers.base_debugger as base_debugger
 from flexinspect.core.errors import UsageError
 from flexinspect.inputs.config import load_config
 from flexinspect.records.debug_switches import SWITCHES, DebugSwitches, parse_switch, short_name
 from flexinspect_hooks.python_internals.torch_private import tensor_version
 from flexinspect_hooks.training.gradient_statistics import GradientLimits, Gradients, learning_rates
+from flexinspect_hooks.training_debuggers.base_debugger import log
 from flexinspect_hooks.training_debuggers.measurements import logits_of, memory_of, tensors_in
-from flexinspect_hooks.training_debuggers.pytorch_debugger import log
 
 MB = 2**20
 MAX_SHOWN_DEVICES = 8
@@ -242,9 +242,9 @@ class SwitchLog:
     @_logged("debug_gradient_norms")
     def log_norms(self, batch: int, gradients: Gradients, limits: GradientLimits) -> Line:
         """Log the gradient norms after the backward pass, and the problems of gradients."""
-        find = pytorch_debugger.gradient_problems
+        find = base_debugger.gradient_problems
         problems = ((one, text) for one in gradients.rows for _, text in find(one, limits))
-        for one, text in islice(problems, pytorch_debugger.MAX_LOGGED_ANOMALIES):
+        for one, text in islice(problems, base_debugger.MAX_LOGGED_ANOMALIES):
             log.warning("%s", text, extra={"facts": one})
         norms = {facts.name: facts.norm for facts in gradients.rows}
         if not norms:

@@ -15,8 +15,8 @@ import torch
 from msgspec.structs import asdict, replace
 from torch import Tensor, nn
 
+import flexinspect_hooks.training_debuggers.base_debugger as base_debugger
 import flexinspect_hooks.training_debuggers.measurements as measurements
-import flexinspect_hooks.training_debuggers.pytorch_debugger as pytorch_debugger
 import flexinspect_hooks.training_debuggers.switch_board as switch_board
 from flexinspect.core.errors import UsageError
 from flexinspect.core.parsing import parse_json
@@ -27,9 +27,9 @@ from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.control.control_protocols import AnomalyCounts
 from flexinspect_hooks.training import gradient_statistics
 from flexinspect_hooks.training.gradient_statistics import GradientLimits, learning_rates
+from flexinspect_hooks.training_debuggers.base_debugger import Anomaly, log
 from flexinspect_hooks.training_debuggers.measurements import TensorInfo
 from flexinspect_hooks.training_debuggers.profiling import PROFILE_FOLDER, ProfilerWindows
-from flexinspect_hooks.training_debuggers.pytorch_debugger import Anomaly, log
 from flexinspect_hooks.training_debuggers.switch_board import SwitchBoard
 
 ROTATION_STEPS = 16  # at EXTREME every weight is checked once in this many steps, or more
@@ -85,7 +85,7 @@ class TrainingFigures(DictDataclass):
     gradient_vanishing_rate: float
 
 
-class TrainingDebugger(switch_board.HasSwitches, pytorch_debugger.BaseDebugger):
+class TrainingDebugger(switch_board.HasSwitches, base_debugger.BaseDebugger):
     """Checks each training step after its backward pass, before the optimizer uses the gradients.
 
     `switches` is its own board, by default the common one. A step is an anomaly if the norm of one
@@ -103,7 +103,7 @@ class TrainingDebugger(switch_board.HasSwitches, pytorch_debugger.BaseDebugger):
         *,
         switches: SwitchBoard | None = None,
         profile_folder: str | Path = PROFILE_FOLDER,
-        **options: Unpack[pytorch_debugger.BaseDebuggerOptions],
+        **options: Unpack[base_debugger.BaseDebuggerOptions],
     ) -> None:
         if switches is not None and not isinstance(switches, SwitchBoard):
             raise UsageError(f"switches must be a SwitchBoard, not a {type(switches).__name__}.")
