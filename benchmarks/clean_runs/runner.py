@@ -108,7 +108,7 @@ def warm_up() -> None:
             importlib.import_module(name)
     for group in (plugins.HOOKS, plugins.RULES):
         plugins.load_all(group)
-    from flexinspect_hooks.audit.clean_classes import import_again
+    from flexinspect_hooks.audit.reference.clean_classes import import_again
 
     for name in _MODELS:
         import_again(_modeling(name))

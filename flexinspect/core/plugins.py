@@ -33,7 +33,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "attention": "flexinspect_hooks.observers.attention.attention_hook:AttentionHook",
         "collectives": "flexinspect_hooks.observers.collectives_hook:CollectivesHook",
         "gpu": "flexinspect_hooks.observers.gpu_hook:GpuHook",
-        "audit": "flexinspect_hooks.audit.evidence:EvidenceHook",
+        "audit": "flexinspect_hooks.audit.evidence.step_evidence:EvidenceHook",
         "inputs": "flexinspect_hooks.observers.inputs_hook:InputsHook",
         "modules": "flexinspect_hooks.observers.modules_hook:ModuleHook",
         "logits": "flexinspect_hooks.observers.logits_hook:LogitsHook",

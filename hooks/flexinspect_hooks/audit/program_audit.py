@@ -17,26 +17,19 @@ from msgspec import Struct, field, to_builtins
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.rules.text.generate_options import GENERATE_EVENT
 from flexinspect.trace.reader import TraceReader
-from flexinspect_hooks.audit.audited_sequence import (
+from flexinspect_hooks.audit.caches.cache_beside_text import OTHER_ROW, mask_change
+from flexinspect_hooks.audit.caches.rejected_drafts import find_rejected, rows_of_proposals
+from flexinspect_hooks.audit.caches.shortened_cache import explain_shortened
+from flexinspect_hooks.audit.caches.unordered_beams import BeamRow, find_unordered
+from flexinspect_hooks.audit.evidence.audited_sequence import (
     AuditedSequence,
     AuditedStep,
     has_equal_prompts,
     read_sequence,
 )
-from flexinspect_hooks.audit.cache_contents import OTHER_ROW, mask_change
-from flexinspect_hooks.audit.evidence import MAX_BATCH, EvidenceStore, StepEvidence
-from flexinspect_hooks.audit.executed_masks import GenerationMasks, read_masks, segment_starts
-from flexinspect_hooks.audit.expert_routing import describe_other, router_noise, settle
-from flexinspect_hooks.audit.forward_run import KEY, QUERY, VALUE, Point, Run
-from flexinspect_hooks.audit.graph_steps import is_graph_step, read_graph_step
-from flexinspect_hooks.audit.held_weights import MAX_HELD_SHARE, free_bytes
-from flexinspect_hooks.audit.hypotheses import load_hypotheses
-from flexinspect_hooks.audit.probe import FaultProbe
-from flexinspect_hooks.audit.program_hooks import HookInReference, describe_hook, hook_choices
-from flexinspect_hooks.audit.program_rotary import ProgramRotary, program_rotary
-from flexinspect_hooks.audit.reference_model import ReferenceModel
-from flexinspect_hooks.audit.rejected_drafts import find_rejected, rows_of_proposals
-from flexinspect_hooks.audit.row_comparison import (
+from flexinspect_hooks.audit.evidence.expert_routing import describe_other, router_noise, settle
+from flexinspect_hooks.audit.evidence.graph_steps import is_graph_step, read_graph_step
+from flexinspect_hooks.audit.evidence.row_comparison import (
     Divergence,
     RowComparison,
     describe,
@@ -44,15 +37,38 @@ from flexinspect_hooks.audit.row_comparison import (
     forward_order,
     noise_limits,
 )
-from flexinspect_hooks.audit.score_mods import MAX_ROWS, additive_bias, heads_of_other_groups
-from flexinspect_hooks.audit.search import MIN_GAIN, Explanation, Search, SearchResult
-from flexinspect_hooks.audit.shortened_cache import explain_shortened
-from flexinspect_hooks.audit.slot_layout import find_slots
-from flexinspect_hooks.audit.token_choice import ChoiceReader, ChosenToken, crossed_rows
-from flexinspect_hooks.audit.trace_evidence import fill_from_trace
-from flexinspect_hooks.audit.unexplained import Unexplained
-from flexinspect_hooks.audit.unordered_beams import BeamRow, find_unordered
-from flexinspect_hooks.audit.weights import Snapshot
+from flexinspect_hooks.audit.evidence.step_evidence import MAX_BATCH, EvidenceStore, StepEvidence
+from flexinspect_hooks.audit.evidence.trace_evidence import fill_from_trace
+from flexinspect_hooks.audit.explanations.token_choice import (
+    ChoiceReader,
+    ChosenToken,
+    crossed_rows,
+)
+from flexinspect_hooks.audit.explanations.unexplained import Unexplained
+from flexinspect_hooks.audit.forward.forward_run import KEY, QUERY, VALUE, Point, Run
+from flexinspect_hooks.audit.forward.held_weights import MAX_HELD_SHARE, free_bytes
+from flexinspect_hooks.audit.forward.program_hooks import (
+    HookInReference,
+    describe_hook,
+    hook_choices,
+)
+from flexinspect_hooks.audit.forward.program_rotary import ProgramRotary, program_rotary
+from flexinspect_hooks.audit.forward.score_mods import (
+    MAX_ROWS,
+    additive_bias,
+    heads_of_other_groups,
+)
+from flexinspect_hooks.audit.forward.weights import Snapshot
+from flexinspect_hooks.audit.hypotheses import load_hypotheses
+from flexinspect_hooks.audit.hypotheses.probe import FaultProbe
+from flexinspect_hooks.audit.hypotheses.search import MIN_GAIN, Explanation, Search, SearchResult
+from flexinspect_hooks.audit.reference.executed_masks import (
+    GenerationMasks,
+    read_masks,
+    segment_starts,
+)
+from flexinspect_hooks.audit.reference.reference_model import ReferenceModel
+from flexinspect_hooks.audit.reference.slot_layout import find_slots
 
 Report = Callable[[str, float | None], None]
 

@@ -25,10 +25,11 @@ from flexinspect.rules.numerics.audit_findings import (
 )
 from flexinspect.rules.numerics.changed_weights import REPLACED_EVENT, SCALES_EVENT
 from flexinspect.trace.reader import open_trace
-from flexinspect_hooks.audit.cache_origins import origin_facts
-from flexinspect_hooks.audit.evidence import EvidenceStore
-from flexinspect_hooks.audit.forward_run import LOGITS
-from flexinspect_hooks.audit.nan_origin import explain_nonfinite
+from flexinspect_hooks.audit.caches.assembled_caches import origin_facts
+from flexinspect_hooks.audit.evidence.step_evidence import EvidenceStore
+from flexinspect_hooks.audit.explanations.nan_origin import explain_nonfinite
+from flexinspect_hooks.audit.explanations.quantized_scales import wrong_scales
+from flexinspect_hooks.audit.forward.forward_run import LOGITS
 from flexinspect_hooks.audit.one_cause import causes_of, rows_of_one_cause
 from flexinspect_hooks.audit.program_audit import (
     AuditOptions,
@@ -37,7 +38,6 @@ from flexinspect_hooks.audit.program_audit import (
     Verdict,
     verdict_data,
 )
-from flexinspect_hooks.audit.quantized_scales import wrong_scales
 from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.loading.library_output import quiet_libraries
 from flexinspect_hooks.python_internals.default_device import cpu_by_default

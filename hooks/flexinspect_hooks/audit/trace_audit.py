@@ -20,7 +20,9 @@ from flexinspect.rules.numerics.audit_findings import AUDIT_EVENT, AuditRule
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect.trace.replay import is_standalone
 from flexinspect.trace.schema import GENERATIONS
-from flexinspect_hooks.audit.evidence import EvidenceStore
+from flexinspect_hooks.audit.evidence.step_evidence import EvidenceStore
+from flexinspect_hooks.audit.evidence.trace_evidence import read_recorded_steps
+from flexinspect_hooks.audit.forward.weights import snapshot
 from flexinspect_hooks.audit.one_cause import causes_of, rows_of_one_cause
 from flexinspect_hooks.audit.program_audit import (
     AuditOptions,
@@ -30,13 +32,11 @@ from flexinspect_hooks.audit.program_audit import (
     verdict_data,
 )
 from flexinspect_hooks.audit.session_audit import describe_verdict, unjudged_events
-from flexinspect_hooks.audit.trace_evidence import read_recorded_steps
 from flexinspect_hooks.audit.trace_model import (
     load_recorded_model,
     model_source,
     weights_problem,
 )
-from flexinspect_hooks.audit.weights import snapshot
 from flexinspect_hooks.loading.library_output import quiet_libraries
 
 UNKNOWN_WEIGHTS = (

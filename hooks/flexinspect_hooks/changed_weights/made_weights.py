@@ -18,7 +18,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor, nn
 
-from flexinspect_hooks.audit.program_modules import is_of_program, own_tensors
+from flexinspect_hooks.audit.forward.program_modules import is_of_program, own_tensors
 from flexinspect_hooks.changed_weights.adapter_factors import AdapterFactors
 from flexinspect_hooks.changed_weights.adapter_places import place_facts
 from flexinspect_hooks.changed_weights.merged_adapters import MovedChange, adapters_twice

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flexinspect_hooks.audit.weights import is_low_rank
+from flexinspect_hooks.audit.forward.weights import is_low_rank
 from flexinspect_hooks.capture.quiet_modules import quiet_module
 from flexinspect_hooks.changed_weights.weight_changes import Delta, is_similar
 

@@ -68,10 +68,10 @@ class DebuggerSession:
         if self._address is not None:
             self._report(listening_message(*self._address, waiting=self.options.wait), event)
             if self.options.wait:
-                import debugpy
+                from flexinspect_hooks.debugger.debugpy_server import wait_for_client
 
                 event("phase", f"waiting for a debugger on {format_address(*self._address)}")
-                debugpy.wait_for_client()
+                wait_for_client()
                 event("debugger", "a client has attached")
 
     def _on_pydevd(self) -> None:

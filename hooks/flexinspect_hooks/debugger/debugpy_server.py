@@ -38,6 +38,13 @@ def listen(options: DebuggerOptions) -> tuple[str, int]:
     return host, port
 
 
+def wait_for_client() -> None:
+    """Wait until a client of debugpy, such as VSCode, has attached."""
+    import debugpy
+
+    debugpy.wait_for_client()
+
+
 def is_attached() -> bool:
     """Return whether a client of debugpy is attached. Imports nothing."""
     debugger = active_pydevd()

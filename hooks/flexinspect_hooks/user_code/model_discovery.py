@@ -29,7 +29,7 @@ from flexinspect.core import plugins
 from flexinspect.core.errors import TraceWriteError, exception_chain
 from flexinspect.records.step import EventRecord
 from flexinspect.rules.attention.kernel_failures import SILENT_HOOK_EVENT
-from flexinspect_hooks.audit.evidence import EvidenceStore
+from flexinspect_hooks.audit.evidence.step_evidence import EvidenceStore
 from flexinspect_hooks.audit.program_audit import AuditOptions
 from flexinspect_hooks.audit.session_audit import AuditBudget, PrintedProgress, audit_session
 from flexinspect_hooks.capture.failure_facts import failure_facts, is_deliberate

@@ -31,7 +31,7 @@ from flexinspect.masks.presets import MaskSpec
 from flexinspect.records.finding import Finding
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import TraceReader, open_trace
-from flexinspect_hooks.audit.evidence import EvidenceStore
+from flexinspect_hooks.audit.evidence.step_evidence import EvidenceStore
 from flexinspect_hooks.audit.program_audit import AuditOptions
 from flexinspect_hooks.audit.session_audit import AuditBudget, PrintedProgress, audit_session
 from flexinspect_hooks.breakpoints import actions

@@ -16,17 +16,17 @@ from transformers import AttentionInterface, DynamicCache, QuantizedCache
 
 from flexinspect.core import plugins
 from flexinspect.records.finding import Severity
-from flexinspect_hooks.audit.clean_classes import replaced_names
-from flexinspect_hooks.audit.forward_edits import ForwardEdit
-from flexinspect_hooks.audit.forward_run import LOGITS, Run
+from flexinspect_hooks.audit.forward.forward_edits import ForwardEdit
+from flexinspect_hooks.audit.forward.forward_run import LOGITS, Run
+from flexinspect_hooks.audit.forward.weights import snapshot
 from flexinspect_hooks.audit.hypotheses import load_hypotheses
-from flexinspect_hooks.audit.reference_model import ReferenceModel
+from flexinspect_hooks.audit.reference.clean_classes import replaced_names
+from flexinspect_hooks.audit.reference.reference_model import ReferenceModel
 from flexinspect_hooks.audit.session_audit import (
     AuditBudget,
     describe_verdict,
     summarize_verdicts,
 )
-from flexinspect_hooks.audit.weights import snapshot
 
 
 def test_every_step_of_a_correct_loop_agrees(audit: Audit) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from flexinspect.records.finding import Finding
 from flexinspect.trace.reader import open_trace
-from flexinspect_hooks.audit.evidence import EvidenceStore
+from flexinspect_hooks.audit.evidence.step_evidence import EvidenceStore
 from flexinspect_hooks.audit.program_audit import AuditOptions, Verdict
 from flexinspect_hooks.audit.session_audit import AuditBudget, audit_session
 from flexinspect_hooks.capture.new_trace import create_trace

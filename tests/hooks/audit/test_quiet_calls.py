@@ -14,9 +14,9 @@ from support.audits import Audit, decode
 from support.tiny import make_model
 from torch import Tensor, nn
 
-from flexinspect_hooks.audit.program_modules import program_module
-from flexinspect_hooks.audit.quantized_scales import wrong_scales
-from flexinspect_hooks.audit.weights import is_pure
+from flexinspect_hooks.audit.explanations.quantized_scales import wrong_scales
+from flexinspect_hooks.audit.forward.program_modules import program_module
+from flexinspect_hooks.audit.forward.weights import is_pure
 from flexinspect_hooks.capture.quiet_modules import may_change, quiet_module
 
 N = 16

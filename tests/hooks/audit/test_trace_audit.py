@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 import flexinspect
 from flexinspect.trace.file import connections
 from flexinspect.trace.reader import open_trace
+from flexinspect_hooks.audit.evidence.trace_evidence import read_recorded_steps
 from flexinspect_hooks.audit.trace_audit import ONLY_LOGITS, UNKNOWN_WEIGHTS, audit_trace
-from flexinspect_hooks.audit.trace_evidence import read_recorded_steps
 
 ROW = ids(12, 3)
 BATCH = [ids(12, 3), (0,) * 4 + ids(8, 4)]

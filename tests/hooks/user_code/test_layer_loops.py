@@ -10,7 +10,7 @@ from support.paths import TESTS
 from support.warm_python import run_command
 
 from flexinspect.trace.reader import TraceReader, open_trace
-from flexinspect_hooks.audit.evidence import OWN_KEYS
+from flexinspect_hooks.audit.evidence.step_evidence import OWN_KEYS
 from flexinspect_hooks.user_code.model_discovery import BASE_MODEL, LAYER_LOOP_EVENT
 
 LOOP = f"""

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from flexinspect.core import plugins
-from flexinspect_hooks.audit.forward_edits import ForwardEdit
-from flexinspect_hooks.audit.probe import FaultProbe
+from flexinspect_hooks.audit.forward.forward_edits import ForwardEdit
+from flexinspect_hooks.audit.hypotheses.probe import FaultProbe
 
 Hypothesis = Callable[[FaultProbe], Iterable[ForwardEdit]]
 

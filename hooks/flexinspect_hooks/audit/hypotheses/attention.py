@@ -12,9 +12,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from flexinspect_hooks.audit.forward_edits import AttentionInput, ForwardEdit
-from flexinspect_hooks.audit.probe import FaultProbe
-from flexinspect_hooks.audit.score_mods import attend_with
+from flexinspect_hooks.audit.forward.forward_edits import AttentionInput, ForwardEdit
+from flexinspect_hooks.audit.forward.score_mods import attend_with
+from flexinspect_hooks.audit.hypotheses.probe import FaultProbe
 
 Edits = Iterator[ForwardEdit]
 

@@ -9,9 +9,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from flexinspect_hooks.audit.forward_edits import AttentionInput, ForwardEdit
+from flexinspect_hooks.audit.forward.forward_edits import AttentionInput, ForwardEdit
 from flexinspect_hooks.audit.hypotheses.mask_faults import mask_edit
-from flexinspect_hooks.audit.probe import FaultProbe
+from flexinspect_hooks.audit.hypotheses.probe import FaultProbe
 
 Edits = Iterator[ForwardEdit]
 

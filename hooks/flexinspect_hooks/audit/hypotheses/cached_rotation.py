@@ -14,8 +14,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor
 
-from flexinspect_hooks.audit.forward_edits import AttentionInput, ForwardEdit, Rotation
-from flexinspect_hooks.audit.probe import FaultProbe
+from flexinspect_hooks.audit.forward.forward_edits import AttentionInput, ForwardEdit, Rotation
+from flexinspect_hooks.audit.hypotheses.probe import FaultProbe
 
 Edits = Iterator[ForwardEdit]
 KeyPositions = Callable[["DecodeRow"], Tensor]

@@ -8,9 +8,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from flexinspect_hooks.audit.encoder_inputs import EncoderInput
-from flexinspect_hooks.audit.forward_edits import AttentionInput, ForwardEdit
-from flexinspect_hooks.audit.probe import FaultProbe
+from flexinspect_hooks.audit.forward.encoder_inputs import EncoderInput
+from flexinspect_hooks.audit.forward.forward_edits import AttentionInput, ForwardEdit
+from flexinspect_hooks.audit.hypotheses.probe import FaultProbe
 
 Edits = Iterator[ForwardEdit]
 BIAS = "position_bias"

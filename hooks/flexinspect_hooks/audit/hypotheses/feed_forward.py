@@ -10,11 +10,11 @@ from msgspec import Struct
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flexinspect_hooks.audit.forward_edits import ForwardEdit
-from flexinspect_hooks.audit.forward_run import HIDDEN, LOGITS
+from flexinspect_hooks.audit.forward.forward_edits import ForwardEdit
+from flexinspect_hooks.audit.forward.forward_run import HIDDEN, LOGITS
 from flexinspect_hooks.audit.hypotheses.modules import layer_modules
-from flexinspect_hooks.audit.probe import FaultProbe
-from flexinspect_hooks.audit.reference_model import BLOCKS
+from flexinspect_hooks.audit.hypotheses.probe import FaultProbe
+from flexinspect_hooks.audit.reference.reference_model import BLOCKS
 
 Edits = Iterator[ForwardEdit]
 Activation = Callable[[Tensor], Tensor]

@@ -9,9 +9,9 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from flexinspect.rules.numerics.audit_findings import OWN_WINDOW, PROMPT_WINDOW
-from flexinspect_hooks.audit.forward_edits import AttentionInput, ForwardEdit
-from flexinspect_hooks.audit.forward_run import HEADS, window_mask
-from flexinspect_hooks.audit.probe import FaultProbe
+from flexinspect_hooks.audit.forward.forward_edits import AttentionInput, ForwardEdit
+from flexinspect_hooks.audit.forward.forward_run import HEADS, window_mask
+from flexinspect_hooks.audit.hypotheses.probe import FaultProbe
 
 Edits = Iterator[ForwardEdit]
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexinspect_hooks.audit.forward_edits import ForwardEdit, ModuleEdit
-from flexinspect_hooks.audit.probe import FaultProbe
-from flexinspect_hooks.audit.weights import numbers_of
+from flexinspect_hooks.audit.forward.forward_edits import ForwardEdit, ModuleEdit
+from flexinspect_hooks.audit.forward.weights import numbers_of
+from flexinspect_hooks.audit.hypotheses.probe import FaultProbe
 
 Edits = Iterator[ForwardEdit]
 _HEAD_NORMS = ("q_norm", "k_norm")

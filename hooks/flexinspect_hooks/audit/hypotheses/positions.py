@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexinspect_hooks.audit.forward_edits import ForwardEdit, Rotation
-from flexinspect_hooks.audit.probe import FaultProbe
-from flexinspect_hooks.audit.rotary_tables import Angles, exact_angles, kind_names
+from flexinspect_hooks.audit.forward.forward_edits import ForwardEdit, Rotation
+from flexinspect_hooks.audit.forward.rotary_tables import Angles, exact_angles, kind_names
+from flexinspect_hooks.audit.hypotheses.probe import FaultProbe
 
 Edits = Iterator[ForwardEdit]
 _BASES = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)

@@ -11,10 +11,10 @@ import torch
 from msgspec import Struct
 from torch import Tensor, nn
 
-from flexinspect_hooks.audit.forward_edits import ForwardEdit, ModuleEdit, Rotation
-from flexinspect_hooks.audit.forward_run import active_run
+from flexinspect_hooks.audit.forward.forward_edits import ForwardEdit, ModuleEdit, Rotation
+from flexinspect_hooks.audit.forward.forward_run import active_run
 from flexinspect_hooks.audit.hypotheses.modules import epsilon_of, is_norm, layer_modules
-from flexinspect_hooks.audit.probe import FaultProbe
+from flexinspect_hooks.audit.hypotheses.probe import FaultProbe
 
 Edits = Iterator[ForwardEdit]
 _BY_HEAD = "query_key_value"

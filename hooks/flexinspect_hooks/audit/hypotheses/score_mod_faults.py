@@ -10,10 +10,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor
 
-from flexinspect_hooks.audit.difference_shape import positions_text
-from flexinspect_hooks.audit.forward_edits import AttentionInput, ForwardEdit
-from flexinspect_hooks.audit.probe import FaultProbe
-from flexinspect_hooks.audit.score_mods import MAX_ROWS, attend_with
+from flexinspect_hooks.audit.evidence.difference_shape import positions_text
+from flexinspect_hooks.audit.forward.forward_edits import AttentionInput, ForwardEdit
+from flexinspect_hooks.audit.forward.score_mods import MAX_ROWS, attend_with
+from flexinspect_hooks.audit.hypotheses.probe import FaultProbe
 from flexinspect_hooks.observers.attention.score_mod_cells import modified_scores
 
 Edits = Iterator[ForwardEdit]

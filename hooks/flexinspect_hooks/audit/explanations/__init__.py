@@ -1,0 +1,1 @@
+"""What is read from the numbers of a divergence: weights, positions, biases, modules, tokens."""
