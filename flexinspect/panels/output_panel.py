@@ -83,6 +83,8 @@ class OutputPanel(Panel[OutputData, OutputOptions]):
         reader = source.reader
         newest = last_output(reader)
         if newest is None:
+            if source.reader.run().get("program") is not None:
+                raise Missing("The program has printed nothing.")
             hint = "Output is recorded for programs that run as: flexinspect run SCRIPT.py"
             raise Missing("This trace holds no output.", import_hint(source, hint))
         lines = source.get_or_create(

@@ -109,3 +109,11 @@ def test_a_trace_without_output_says_how_to_record_it(tmp_path: Path) -> None:
     with pytest.raises(Missing) as caught:
         PANEL.load(source, at(0))
     assert "flexinspect run SCRIPT.py" in caught.value.hint
+
+
+def test_a_program_that_printed_nothing_is_not_told_how_to_be_recorded(tmp_path: Path) -> None:
+    with TraceWriter.create(tmp_path / "run.flextrace", RUN | {"program": {"name": "a.py"}}):
+        pass
+    with pytest.raises(Missing) as caught:
+        PANEL.load(Source(open_trace(tmp_path / "run.flextrace")), at(0))
+    assert caught.value.lines() == ["The program has printed nothing."]
