@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from msgspec import Struct
 
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.records.prompt import Prompt, PromptTokenIds, compose_prompt
 from flexinspect_hooks.generation.decoding import Choice, generate
 from flexinspect_hooks.generation.flex_patch import FlexPatch
@@ -124,7 +124,7 @@ class Timing(Struct, frozen=True):
 
 def flex_source(prompt: Prompt, device: str, *, compiled: bool) -> SpecMaskSource:
     """Return the segment-isolation mask of a prompt."""
-    spec = presets.preset("segment-isolation", prompt.segments)
+    spec = mask_presets.preset("segment-isolation", prompt.segments)
     length = prompt.segments[-1].stop
     return SpecMaskSource(spec, length=length, device=torch.device(device), compiled=compiled)
 

@@ -19,7 +19,7 @@ from benchmarks.common import (
     sandwiched,
     time_flex,
 )
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.records.prompt import Prompt
 
 
@@ -62,7 +62,7 @@ def time_naive(model: Any, prompt: Prompt, new_tokens: int) -> Timing:
     No cache: the whole sequence again at each step. A block mask built in every layer at every
     step, for every head. Every attention module patched before and put back after each step.
     """
-    spec = presets.preset("segment-isolation", prompt.segments)
+    spec = mask_presets.preset("segment-isolation", prompt.segments)
     limit = prompt.segments[-1].stop
     allowed = torch.from_numpy(spec.dense(limit))
     ids = torch.tensor([prompt.ids])

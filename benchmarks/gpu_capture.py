@@ -27,7 +27,7 @@ from benchmarks.common import Timing, bench_prompt, markdown, random_llama, real
 from benchmarks.engine import time_generate
 from benchmarks.rewind import WARM, NullRecorder
 from flexinspect.core.errors import summarize_error
-from flexinspect.masks import key_blocks, presets
+from flexinspect.masks import key_blocks, mask_presets
 from flexinspect.records.finding import Severity
 from flexinspect.records.prompt import Prompt
 from flexinspect.trace.file.writer import TraceWriter
@@ -126,7 +126,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _check_masks(reader: TraceReader, prompt: Prompt, kind: str) -> Check:
     n = len(prompt.ids)
-    spec = presets.preset("segment-isolation", prompt.segments)
+    spec = mask_presets.preset("segment-isolation", prompt.segments)
     mask = reader.mask(reader.calls(0, 0)[0].mask or "")
     if mask is None or mask.cells is None or mask.partial is None:
         return Check(f"masks, {kind}", False, "the prefill has no mask with cells and tables")
@@ -250,7 +250,7 @@ def _watched_forwards(model: Any) -> Iterator[list[str]]:
 def check_rewind(device: str, dtype: torch.dtype) -> Check:
     """Restore a step, go on, and fork: the same tokens again, and another one where forced."""
     model, prompt = check_model(device, dtype), bench_prompt(CHECK_TOKENS)
-    spec = presets.preset("segment-isolation", prompt.segments)
+    spec = mask_presets.preset("segment-isolation", prompt.segments)
     length = prompt.segments[-1].stop
     source = SpecMaskSource(spec, length=length, device=torch.device(device), compiled=False)
     recorder: Any = NullRecorder()

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from flexinspect.masks.mask_config import MaskConfig
 from flexinspect.masks.mask_expressions import parse_mask
 from flexinspect.masks.mask_reduction import reduce_mask
+from flexinspect.masks.size_presets import MaskConfig
 from flexinspect.masks.verification import verify_mask
 
 ROUNDS = 5

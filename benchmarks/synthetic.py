@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexinspect import __version__
-from flexinspect.masks import key_blocks, presets
+from flexinspect.masks import key_blocks, mask_presets
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import (
     Prompt,
@@ -200,8 +200,8 @@ class _Made:
             return ()
         return _attention(len(self.prompt.segments), step % 64)
 
-    def _spec(self) -> presets.MaskSpec:
-        return presets.preset("segment-isolation", self.prompt.segments)
+    def _spec(self) -> mask_presets.MaskSpec:
+        return mask_presets.preset("segment-isolation", self.prompt.segments)
 
     def _prefill_mask(self) -> MaskRecord:
         spec, n = self._spec(), self.n_prompt

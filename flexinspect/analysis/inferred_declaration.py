@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import ensure_printable, printable, truncate
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.records.prompt import Segment, SegmentKind, Span, find_text_spans
 from flexinspect.records.step import MaskRecord
 from flexinspect.rules.context import RuleContext
@@ -239,8 +239,8 @@ class UndeclaredMask:
             Segment(*span, label, kind, owner) for owner, (label, kind, span) in enumerate(kept)
         ]
         keys = slice(min(first_text_position(self._prompt), 1), n)
-        for name in presets.PRESETS:
-            cells = presets.preset(name, segments).dense(n)
+        for name in mask_presets.PRESETS:
+            cells = mask_presets.preset(name, segments).dense(n)
             if np.array_equal(cells[:, keys], self._cells[:n, keys]):
                 return name
         return None

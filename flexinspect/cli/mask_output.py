@@ -24,6 +24,7 @@ from flexinspect.masks.census import Report
 from flexinspect.masks.known_masks import dense
 from flexinspect.masks.mask_analysis import MaskAnalysis
 from flexinspect.masks.mask_picture import MaskPicture
+from flexinspect.masks.mask_presets import Segments
 from flexinspect.masks.mask_reduction import reduce_mask
 from flexinspect.masks.picture_text import (
     LEGEND,
@@ -34,7 +35,6 @@ from flexinspect.masks.picture_text import (
     row_names,
     size_line,
 )
-from flexinspect.masks.presets import Segments
 from flexinspect.masks.viewport import CLOSED, N_STATES, OPEN
 from flexinspect.panels.mask.mask_pixels import (
     EVEN,

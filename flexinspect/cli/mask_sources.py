@@ -22,7 +22,9 @@ from flexinspect.masks.attention_row import Floats
 from flexinspect.masks.cell_mask import CellMask
 from flexinspect.masks.census import Report
 from flexinspect.masks.known_masks import ArrayMask
-from flexinspect.masks.mask_config import (
+from flexinspect.masks.mask_expressions import mask_names, parse_mask
+from flexinspect.masks.mask_presets import Segments
+from flexinspect.masks.size_presets import (
     MAX_DISPLAY,
     MAX_POSITIONS,
     PRESET_CONFIGS,
@@ -31,8 +33,6 @@ from flexinspect.masks.mask_config import (
     preset_config,
     read_config,
 )
-from flexinspect.masks.mask_expressions import mask_names, parse_mask
-from flexinspect.masks.presets import Segments
 from flexinspect.records.prompt import Segment
 
 DEFAULT_MASK = "segment-isolation"

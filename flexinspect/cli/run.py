@@ -368,7 +368,7 @@ def check_job(job: Job) -> None:
     from flexinspect.inputs import declarations, model_names
     from flexinspect.inputs.config import load_config
     from flexinspect.inputs.model_sizes import check_dtype
-    from flexinspect.masks import presets
+    from flexinspect.masks import mask_presets
 
     if not 0 <= job.seed < 1 << 63:
         raise UsageError("--seed must lie between 0 and 2^63 - 1.")
@@ -385,7 +385,7 @@ def check_job(job: Job) -> None:
     if ":" in job.mask:
         declarations.check_mask_mod_spec(job.mask)
     else:
-        presets.check_preset(job.mask)
+        mask_presets.check_preset(job.mask)
 
 
 def check_trace(job: Job | ScriptJob) -> None:

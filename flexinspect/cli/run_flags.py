@@ -102,7 +102,7 @@ def add_text_flags(group: Any) -> None:
 
 def add_attention_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the mask, the position ids and the compilation."""
-    from flexinspect.masks.presets import PRESETS, SEPARATOR_MODES
+    from flexinspect.masks.mask_presets import PRESETS, SEPARATOR_MODES
     from flexinspect.records.prompt import POSITION_MODES
 
     add = _add_group(parser, "attention").add_argument

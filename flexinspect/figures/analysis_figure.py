@@ -29,7 +29,7 @@ from flexinspect.figures.sheet import (
 from flexinspect.figures.themes import THEMES, FigureTheme, mix_colors, sign_color
 from flexinspect.masks.counting import Counts
 from flexinspect.masks.mask_analysis import MaskAnalysis, PhaseFacts
-from flexinspect.masks.presets import Segments
+from flexinspect.masks.mask_presets import Segments
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -34,7 +34,7 @@ from flexinspect.figures.sheet import (
 )
 from flexinspect.figures.themes import FigureTheme, mix_colors
 from flexinspect.masks.mask_picture import MaskPicture
-from flexinspect.masks.presets import BoolArray
+from flexinspect.masks.mask_presets import BoolArray
 from flexinspect.masks.viewport import OPEN
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from flexinspect.figures.sheet import POINTS
 from flexinspect.figures.themes import FigureTheme, sign_color
 from flexinspect.masks.mask_picture import MaskPicture
-from flexinspect.masks.presets import BoolArray
+from flexinspect.masks.mask_presets import BoolArray
 from flexinspect.masks.viewport import APPLIED, BOTH, CLOSED, LEAKED, LOST, OPEN, UNKNOWN, States
 
 SIGNS = {LOST: "_", LEAKED: "+", BOTH: "x", APPLIED: "|"}

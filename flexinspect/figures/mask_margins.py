@@ -13,7 +13,7 @@ from flexinspect.core.languages import Labels
 from flexinspect.core.text import printable
 from flexinspect.figures.sheet import POINTS, Sheet
 from flexinspect.masks.mask_picture import MaskPicture
-from flexinspect.masks.presets import BoolArray
+from flexinspect.masks.mask_presets import BoolArray
 from flexinspect.masks.viewport import BOTH, LEAKED, LOST
 from flexinspect.records.prompt import Segment, SegmentKind
 

@@ -14,9 +14,9 @@ from flexinspect.figures.mask_figure import DEFAULT_WIDTH, draw_mask_figure
 from flexinspect.figures.sheet import require_matplotlib
 from flexinspect.figures.themes import find_theme
 from flexinspect.masks.known_masks import preset_mask
-from flexinspect.masks.mask_config import checked_config
+from flexinspect.masks.mask_presets import BoolArray, IntArray
 from flexinspect.masks.mask_reduction import reduce_mask
-from flexinspect.masks.presets import BoolArray, IntArray
+from flexinspect.masks.size_presets import checked_config
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 
 from flexinspect.core.conversion import convert, read_data
 from flexinspect.core.errors import MaskError, UsageError
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.records.job import Declaration
 from flexinspect.records.prompt import SegmentKind
 
@@ -55,7 +55,7 @@ def read_declaration(file: Path) -> Declaration:
             raise UsageError(f"{file}: {what}.")
     if declared.mask is not None:
         try:
-            presets.check_preset(declared.mask)
+            mask_presets.check_preset(declared.mask)
         except MaskError as error:
             raise UsageError(f"{file}: {error.message}", hint=error.hint) from error
     return Declaration(specs, declared.mask, declared.separators)

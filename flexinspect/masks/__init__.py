@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from flexinspect.masks.mask_analysis import analyse_mask
-    from flexinspect.masks.mask_config import MaskConfig
     from flexinspect.masks.mask_expressions import parse_mask
+    from flexinspect.masks.mask_presets import BoolArray, IntArray
     from flexinspect.masks.mask_reduction import reduce_mask
-    from flexinspect.masks.presets import BoolArray, IntArray
+    from flexinspect.masks.size_presets import MaskConfig
     from flexinspect.masks.verification import verify_mask
 
 __all__ = [
@@ -35,7 +35,7 @@ __all__ = [
 
 _MODULES = {
     "analyse_mask": "flexinspect.masks.mask_analysis",
-    "MaskConfig": "flexinspect.masks.mask_config",
+    "MaskConfig": "flexinspect.masks.size_presets",
     "parse_mask": "flexinspect.masks.mask_expressions",
     "reduce_mask": "flexinspect.masks.mask_reduction",
     "verify_mask": "flexinspect.masks.verification",

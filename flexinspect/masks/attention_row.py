@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from flexinspect.masks.presets import Segments
+from flexinspect.masks.mask_presets import Segments
 from flexinspect.records.step import Array, CallRecord
 
 Floats = npt.NDArray[np.float64]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from flexinspect.masks.presets import BoolArray, IntArray
+from flexinspect.masks.mask_presets import BoolArray, IntArray
 
 
 class CellMask(Protocol):

@@ -20,7 +20,7 @@ from msgspec import Struct
 from flexinspect.core.errors import MaskError
 from flexinspect.masks.cell_mask import CellMask
 from flexinspect.masks.counting import Counts
-from flexinspect.masks.presets import BoolArray, IntArray
+from flexinspect.masks.mask_presets import BoolArray, IntArray
 
 BAND_ROWS = 240  # fewer than 256, so that the sum of a key's cells fits into a byte
 TILE_KEYS = 8192  # with `BAND_ROWS`: cells that are evaluated at once, 2 MB

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from flexinspect.masks.presets import IntArray, MaskSpec
+from flexinspect.masks.mask_presets import IntArray, MaskSpec
 
 PackedMask = npt.NDArray[np.uint8]
 Counts = npt.NDArray[np.int64]

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from flexinspect.core.errors import MaskError
 from flexinspect.masks.key_blocks import row_chunks
-from flexinspect.masks.presets import UNREACHABLE, BoolArray, MaskSpec, Segments, preset
+from flexinspect.masks.mask_presets import UNREACHABLE, BoolArray, MaskSpec, Segments, preset
 from flexinspect.records.prompt import SegmentKind
 
 OPEN_END = UNREACHABLE  # a `stop` beyond every position

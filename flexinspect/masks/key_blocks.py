@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from flexinspect.masks.presets import BoolArray, MaskSpec
+from flexinspect.masks.mask_presets import BoolArray, MaskSpec
 
 BlockStates = npt.NDArray[np.uint8]
 

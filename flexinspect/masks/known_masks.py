@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from flexinspect.core.errors import MaskError
 from flexinspect.masks.cell_mask import CellMask
-from flexinspect.masks.presets import BoolArray, IntArray, MaskSpec, Segments, preset
+from flexinspect.masks.mask_presets import BoolArray, IntArray, MaskSpec, Segments, preset
 from flexinspect.records.prompt import generated_start
 
 Rule = Callable[[IntArray, IntArray], BoolArray]

@@ -26,8 +26,8 @@ from flexinspect.masks.census import (
 from flexinspect.masks.counting import Counts
 from flexinspect.masks.key_blocks import BLOCK_SIZE
 from flexinspect.masks.known_masks import NegatedMask, causal
+from flexinspect.masks.mask_presets import IntArray, Segments
 from flexinspect.masks.picture_text import Places
-from flexinspect.masks.presets import IntArray, Segments
 from flexinspect.masks.verification import other_segments
 from flexinspect.records.prompt import SegmentKind, generated_start
 

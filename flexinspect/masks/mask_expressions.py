@@ -24,7 +24,7 @@ from flexinspect.masks.known_masks import (
     ShiftedMask,
     preset_mask,
 )
-from flexinspect.masks.presets import PRESETS, UNREACHABLE, Segments
+from flexinspect.masks.mask_presets import PRESETS, UNREACHABLE, Segments
 
 _MAX_LENGTH = 2000
 _PRESETS = {

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct, field
 
-from flexinspect.masks.presets import BoolArray, IntArray
+from flexinspect.masks.mask_presets import BoolArray, IntArray
 from flexinspect.masks.viewport import States
 from flexinspect.records.prompt import Segment
 

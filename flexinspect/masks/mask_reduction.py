@@ -21,7 +21,7 @@ from flexinspect.masks.census import Report, map_bands, part_of, take_census, ti
 from flexinspect.masks.counting import Counts
 from flexinspect.masks.known_masks import CombinedMask, ShiftedMask, difference_masks
 from flexinspect.masks.mask_picture import MaskPicture
-from flexinspect.masks.presets import BoolArray, IntArray
+from flexinspect.masks.mask_presets import BoolArray, IntArray
 from flexinspect.masks.viewport import PixelCounts
 from flexinspect.records.prompt import Segment, generated_start
 

@@ -16,7 +16,7 @@ from flexinspect.masks.cell_mask import CellMask
 from flexinspect.masks.census import past_cells, take_census
 from flexinspect.masks.counting import Counts
 from flexinspect.masks.mask_picture import MaskPicture
-from flexinspect.masks.presets import IntArray, Segments
+from flexinspect.masks.mask_presets import IntArray, Segments
 from flexinspect.masks.viewport import BOTH, CLOSED, LEAKED, LOST, OPEN, UNKNOWN
 from flexinspect.records.prompt import Segment, SegmentKind, generated_start, segment_index
 

@@ -28,8 +28,8 @@ from flexinspect.masks.census import (
     tiles,
 )
 from flexinspect.masks.known_masks import ArrayMask, NegatedMask, RuleMask, causal
+from flexinspect.masks.mask_presets import BoolArray, IntArray, Segments
 from flexinspect.masks.picture_text import Places
-from flexinspect.masks.presets import BoolArray, IntArray, Segments
 from flexinspect.records.prompt import SegmentKind, generated_start
 
 CHECKS = ("causal", "isolation", "fusion", "rows", "keys", "declared")

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from flexinspect.masks.counting import BIT_COUNTS, TILE, CellCounts, Counts, PackedMask, Tiles
-from flexinspect.masks.presets import IntArray
+from flexinspect.masks.mask_presets import IntArray
 
 States = npt.NDArray[np.uint8]
 

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flexinspect.core.text import Positions, format_layers, plural, printable
-from flexinspect.masks import presets
-from flexinspect.masks.presets import MaskSpec
+from flexinspect.masks import mask_presets
+from flexinspect.masks.mask_presets import MaskSpec
 from flexinspect.records import prompt
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import GenerationRecord, MaskRecord, StepRecord, TokenRecord
@@ -159,7 +159,7 @@ def step_array(step: StepRecord, stream: str) -> npt.NDArray[Any] | None:
     return next((record.array for record in step.arrays if record.stream == stream), None)
 
 
-def read_unpadded(step: StepRecord) -> presets.BoolArray | None:
+def read_unpadded(step: StepRecord) -> mask_presets.BoolArray | None:
     """Return which positions of batch row 0 the received 2D attention mask keeps, or None."""
     mask = step_array(step, "inputs.mask")
     return None if mask is None or not len(mask) else np.asarray(mask[0], np.bool_)
@@ -171,13 +171,13 @@ def format_step_layers(layers: Iterable[int], step: StepRecord) -> str:
 
 
 def _find_declared_mask(generation: GenerationRecord) -> DeclaredMask | None:
-    spec, segments = presets.declared_spec(generation.declared), generation.segments
+    spec, segments = mask_presets.declared_spec(generation.declared), generation.segments
     if spec is not None:
         return DeclaredMask(spec)
     n_paraphrases = sum(segment.kind is SegmentKind.PARAPHRASE for segment in segments)
     if _has_mask_declaration(generation) or n_paraphrases < 2:
         return None
-    return DeclaredMask(presets.preset("segment-isolation", segments), assumed=True)
+    return DeclaredMask(mask_presets.preset("segment-isolation", segments), assumed=True)
 
 
 def _has_mask_declaration(generation: GenerationRecord) -> bool:

@@ -558,7 +558,9 @@ def generation_in_branch(reader: TraceReader, about: GenerationRow, branch: int)
 
 def with_declared_mask(declared: Mapping[str, Any], mask: Mapping[str, Any]) -> dict[str, Any]:
     """Return a declaration with another mask."""
-    from flexinspect.masks.presets import SPEC_FIELDS  # numpy, which the first screen does without
+    from flexinspect.masks.mask_presets import (
+        SPEC_FIELDS,  # numpy, which the first screen does without
+    )
 
     mask_keys = {"preset", "separators", *SPEC_FIELDS, "mask_mod"}
     rest = {key: value for key, value in declared.items() if key not in mask_keys}

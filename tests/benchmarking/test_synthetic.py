@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import synthetic
-from flexinspect.masks import key_blocks, presets
+from flexinspect.masks import key_blocks, mask_presets
 from flexinspect.trace.reader import TraceReader, open_trace
 
 
@@ -87,7 +87,7 @@ def test_the_mask_of_a_wide_trace_is_segment_isolation(wide: TraceReader) -> Non
     assert mask.cells is not None
     assert mask.partial is not None
     assert mask.full is not None
-    spec = presets.preset("segment-isolation", wide.segments(0))
+    spec = mask_presets.preset("segment-isolation", wide.segments(0))
     assert np.array_equal(mask.cells, spec.dense(600)[None])
     tables = key_blocks.block_tables(spec, 600, 600)
     assert np.array_equal(mask.partial[0], tables.partial)

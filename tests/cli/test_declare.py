@@ -16,7 +16,7 @@ from support.undeclared import SECOND, TEXTS, THIRD, blocks, write
 
 from flexinspect.cli.main import main
 from flexinspect.inputs.declarations import read_declaration
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.records.prompt import Segment, SegmentKind
 
 Ran = tuple[int, str, str]
@@ -92,7 +92,7 @@ def test_text_that_all_segments_see_is_not_declared(run: Callable[..., Ran]) -> 
     assert "money" not in out
 
 
-@pytest.mark.parametrize("name", [*presets.PRESETS])
+@pytest.mark.parametrize("name", [*mask_presets.PRESETS])
 def test_the_preset_that_ran_is_recognized(name: str, run: Callable[..., Ran]) -> None:
     spans = ((0, 1), (1, SECOND), (SECOND, THIRD), (THIRD, len(TEXTS)))
     kinds = (SegmentKind.BOS, *[SegmentKind.PARAPHRASE] * 2, SegmentKind.CUE)
@@ -100,7 +100,7 @@ def test_the_preset_that_ran_is_recognized(name: str, run: Callable[..., Ran]) -
         Segment(*span, str(kind), kind, n)
         for n, (span, kind) in enumerate(zip(spans, kinds, strict=True))
     ]
-    code, _, err = run(presets.preset(name, segments).dense(len(TEXTS)))
+    code, _, err = run(mask_presets.preset(name, segments).dense(len(TEXTS)))
     if name in ("causal", "anchor-first"):  # two paraphrases, of which the second sees the first
         assert (code, "does not cut the prompt into segments" in err) == (2, True)
     else:

@@ -10,9 +10,9 @@ from support.pages import run_python
 from support.paths import DOCS
 
 from flexinspect.cli.main import build_parser, main
-from flexinspect.masks.mask_config import PRESET_CONFIGS, MaskConfig
 from flexinspect.masks.mask_expressions import mask_names, parse_mask
-from flexinspect.masks.presets import PRESETS
+from flexinspect.masks.mask_presets import PRESETS
+from flexinspect.masks.size_presets import PRESET_CONFIGS, MaskConfig
 from flexinspect.masks.verification import CHECKS
 
 PAGE = (DOCS / "masks.md").read_text("utf-8")

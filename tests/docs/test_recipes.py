@@ -91,10 +91,10 @@ def test_the_rule_recipe_gives_a_finding_in_three_files(sources: Path) -> None:
 
 
 def test_the_preset_recipe_gives_a_mask_in_one_file(sources: Path) -> None:
-    assert set(follow("adding-a-mask-preset.md", sources)) == {"flexinspect/masks/presets.py"}
+    assert set(follow("adding-a-mask-preset.md", sources)) == {"flexinspect/masks/mask_presets.py"}
     code = (
         "from support.tiny import make_pieces\n"
-        "from flexinspect.masks.presets import preset\n"
+        "from flexinspect.masks.mask_presets import preset\n"
         "from flexinspect.records.prompt import SegmentKind, compose_prompt\n"
         "prompt = compose_prompt(make_pieces(), max_new_tokens=2)\n"
         "cells = preset('own-segment-only', prompt.segments).dense(prompt.segments[-1].start)\n"

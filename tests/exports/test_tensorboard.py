@@ -27,7 +27,7 @@ from support.traces import (
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from flexinspect.exports import trace_mask_images
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.masks.viewport import CLOSED, LEAKED, OPEN
 from flexinspect.panels.mask.mask_pixels import mask_palette
 from flexinspect.trace.file.writer import TraceWriter
@@ -102,7 +102,7 @@ def picture(image: Any) -> Any:
 def test_a_mask_picture_shows_the_mask_up_to_its_step(run: EventAccumulator) -> None:
     images = run.Images("mask/layers 0-3")
     assert [image.step for image in images] == list(range(6))
-    spec, rgb = presets.preset("segment-isolation", SEGMENTS), mask_palette().rgb
+    spec, rgb = mask_presets.preset("segment-isolation", SEGMENTS), mask_palette().rgb
     for image in images:
         size = N_PROMPT + image.step
         zoom = 256 // size

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from flexinspect.core.errors import MaskError
 from flexinspect.core.languages import languages, load_labels
-from flexinspect.masks import key_blocks, presets
+from flexinspect.masks import key_blocks, mask_presets
 from flexinspect.masks.census import past_cells
 from flexinspect.masks.known_masks import ArrayMask, dense, preset_mask
 from flexinspect.masks.mask_analysis import analyse_mask
-from flexinspect.masks.mask_config import MaskConfig
 from flexinspect.masks.mask_expressions import parse_mask
 from flexinspect.masks.mask_reduction import reduce_mask
 from flexinspect.masks.picture_text import (
@@ -28,6 +27,7 @@ from flexinspect.masks.picture_text import (
     row_names,
     size_line,
 )
+from flexinspect.masks.size_presets import MaskConfig
 from flexinspect.records.prompt import Segment, SegmentKind
 
 CONFIG = MaskConfig(3, 5, 2, 3)
@@ -53,7 +53,7 @@ def test_blocks_are_those_of_dense_cells(text: str, size: int) -> None:
 def test_blocks_of_128_equal_the_block_tables_of_a_preset() -> None:
     config = MaskConfig(5, 200, 7, 30)
     n, segments = config.length, config.segments()
-    tables = key_blocks.block_tables(presets.preset("segment-isolation", segments), n, n)
+    tables = key_blocks.block_tables(mask_presets.preset("segment-isolation", segments), n, n)
     work = analyse_mask(parse_mask("segment-isolation", segments), n, n, segments=segments).blocks
     assert (work.full, work.partial) == (tables.full.sum(), tables.partial.sum())
 

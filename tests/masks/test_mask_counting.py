@@ -18,7 +18,7 @@ from flexinspect.masks.counting import (
     pack_spec,
     shift_keys,
 )
-from flexinspect.masks.presets import MaskSpec, preset
+from flexinspect.masks.mask_presets import MaskSpec, preset
 from flexinspect.masks.viewport import (
     APPLIED,
     BOTH,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flexinspect.core.errors import MaskError
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.masks.edits import (
     PatchedMask,
     apply_edits,
@@ -17,7 +17,7 @@ from flexinspect.masks.edits import (
     parse_edit,
     with_segment_labels,
 )
-from flexinspect.masks.presets import BoolArray
+from flexinspect.masks.mask_presets import BoolArray
 from flexinspect.records.prompt import PromptTokenIds, Segment, compose_prompt
 
 PROMPT = compose_prompt(
@@ -27,7 +27,7 @@ SEGMENTS: Sequence[Segment] = PROMPT.segments
 N = 16
 """bos 0, paraphrase 1 at 1-3, its separator 4, paraphrase 2 at 5-6 and 7, 3 at 8-9 and 10, cue 11,
 generated 12-15."""
-BASE = PatchedMask(presets.preset("segment-isolation", SEGMENTS))
+BASE = PatchedMask(mask_presets.preset("segment-isolation", SEGMENTS))
 FORMS = (
     *("preset causal", "drop paraphrase 2", "join paraphrase 1 and paraphrase 3"),
     *("let cue not see paraphrase 1", "let paraphrase 3 see paraphrase 1"),
@@ -142,7 +142,7 @@ def test_changed_rows_are_those_that_differ_in_the_first_n() -> None:
 def test_changed_rows_of_an_unknown_base_mask_are_those_under_patches() -> None:
     class OtherMask:
         def dense(self, n_q: int, n_kv: int | None = None, *, q_offset: int = 0) -> BoolArray:
-            return presets.causal().dense(n_q, n_kv, q_offset=q_offset)
+            return mask_presets.causal().dense(n_q, n_kv, q_offset=q_offset)
 
     before = PatchedMask(OtherMask())
     after = apply_edits([parse_edit("row 6 close")], before, SEGMENTS)

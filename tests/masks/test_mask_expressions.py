@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexinspect.core.errors import MaskError
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.masks.known_masks import ArrayMask, dense
 from flexinspect.masks.mask_expressions import mask_names, mask_usages, parse_mask
-from flexinspect.masks.presets import BoolArray
+from flexinspect.masks.mask_presets import BoolArray
 from flexinspect.records.prompt import Segment, SegmentKind
 
 SEGMENTS = (
@@ -74,9 +74,9 @@ def test_a_node_of_a_tree_attends_to_the_prompt_and_its_ancestors() -> None:
     assert open_keys[11] == [0, 1, 2, 3, 4, 6, 11]
 
 
-@pytest.mark.parametrize("name", [name for name in presets.PRESETS if name != "causal"])
+@pytest.mark.parametrize("name", [name for name in mask_presets.PRESETS if name != "causal"])
 def test_every_preset_is_a_mask_with_the_cells_of_its_normal_form(name: str) -> None:
-    assert (cells(name) == presets.preset(name, SEGMENTS).dense(N)).all()
+    assert (cells(name) == mask_presets.preset(name, SEGMENTS).dense(N)).all()
 
 
 def test_each_head_has_its_own_mask() -> None:

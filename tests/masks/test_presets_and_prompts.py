@@ -11,7 +11,7 @@ from support.tiny import make_pieces
 from flexinspect.core.errors import MaskError, UsageError
 from flexinspect.core.text import escape_unprintable
 from flexinspect.inputs.samples import is_correct_answer
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.records.job import Job, PromptTexts, SamplingOptions, parse_layers, parse_steps
 from flexinspect.records.prompt import (
     Prompt,
@@ -78,16 +78,17 @@ def rows(prompt: Prompt, *kinds: SegmentKind) -> list[int]:
     return [p for s in prompt.segments if s.kind in kinds for p in range(s.start, s.stop)]
 
 
-@pytest.mark.parametrize("name", presets.PRESETS)
+@pytest.mark.parametrize("name", mask_presets.PRESETS)
 def test_every_preset_is_causal_without_empty_rows(prompt: Prompt, name: str) -> None:
-    cells = presets.preset(name, prompt.segments).dense(prompt.segments[-1].stop)
+    cells = mask_presets.preset(name, prompt.segments).dense(prompt.segments[-1].stop)
     assert not np.triu(cells, 1).any()
     assert cells.diagonal().all()
     assert cells.any(axis=1).all()
 
 
 def test_isolated_paraphrases_attend_to_bos_and_themselves(prompt: Prompt) -> None:
-    cells = presets.preset("segment-isolation", prompt.segments).dense(prompt.segments[-1].stop)
+    spec = mask_presets.preset("segment-isolation", prompt.segments)
+    cells = spec.dense(prompt.segments[-1].stop)
     for index, segment in enumerate(prompt.segments):
         if segment.kind is not SegmentKind.PARAPHRASE:
             continue
@@ -98,7 +99,8 @@ def test_isolated_paraphrases_attend_to_bos_and_themselves(prompt: Prompt) -> No
 
 
 def test_generated_rows_attend_to_everything_before_them(prompt: Prompt) -> None:
-    cells = presets.preset("segment-isolation", prompt.segments).dense(prompt.segments[-1].stop)
+    spec = mask_presets.preset("segment-isolation", prompt.segments)
+    cells = spec.dense(prompt.segments[-1].stop)
     for row in rows(prompt, SegmentKind.CUE, SegmentKind.GENERATED):
         assert cells[row, : row + 1].all()
 
@@ -106,19 +108,19 @@ def test_generated_rows_attend_to_everything_before_them(prompt: Prompt) -> None
 def test_the_other_presets_open_or_close_the_documented_segments(prompt: Prompt) -> None:
     n = prompt.segments[-1].stop
     span = {s.label: slice(s.start, s.stop) for s in prompt.segments}
-    shared = presets.preset("shared-prefix", prompt.segments).dense(n)
+    shared = mask_presets.preset("shared-prefix", prompt.segments).dense(n)
     assert shared[span["paraphrase 3"], span["shared"]].all()
     assert not shared[span["paraphrase 3"], span["paraphrase 1"]].any()
-    anchor = presets.preset("anchor-first", prompt.segments).dense(n)
+    anchor = mask_presets.preset("anchor-first", prompt.segments).dense(n)
     assert anchor[span["paraphrase 3"], span["paraphrase 1"]].all()
     assert not anchor[span["paraphrase 3"], span["paraphrase 2"]].any()
-    document = presets.preset("document", prompt.segments).dense(n)
+    document = mask_presets.preset("document", prompt.segments).dense(n)
     assert document[span["generated"], span["paraphrase 3"]].all()
     assert not document[span["generated"], span["paraphrase 1"]].any()
 
 
 def test_isolated_separators_are_empty_rows_that_later_rows_attend_to(prompt: Prompt) -> None:
-    rule = presets.preset("segment-isolation", prompt.segments, separators="isolated")
+    rule = mask_presets.preset("segment-isolation", prompt.segments, separators="isolated")
     cells = rule.dense(prompt.segments[-1].stop)
     separators = rows(prompt, SegmentKind.SEPARATOR)
     assert np.flatnonzero(~cells.any(axis=1)).tolist() == separators
@@ -127,10 +129,10 @@ def test_isolated_separators_are_empty_rows_that_later_rows_attend_to(prompt: Pr
 
 def test_an_unknown_name_suggests_the_nearest_one(prompt: Prompt) -> None:
     with pytest.raises(MaskError) as caught:
-        presets.preset("shared-prefx", prompt.segments)
+        mask_presets.preset("shared-prefx", prompt.segments)
     assert "Did you mean shared-prefix?" in caught.value.sentence()
     with pytest.raises(MaskError, match="attached or isolated"):
-        presets.preset("causal", prompt.segments, separators="none")
+        mask_presets.preset("causal", prompt.segments, separators="none")
 
 
 def test_a_job_round_trips_to_the_capture_process() -> None:

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexinspect.masks.known_masks import ArrayMask, dense
-from flexinspect.masks.mask_config import PRESET_CONFIGS, MaskConfig
 from flexinspect.masks.mask_expressions import parse_mask
 from flexinspect.masks.mask_picture import MaskPicture
 from flexinspect.masks.mask_reduction import find_changes, reduce_mask, reduce_phases
+from flexinspect.masks.size_presets import PRESET_CONFIGS, MaskConfig
 from flexinspect.masks.viewport import BOTH, CLOSED, LEAKED, LOST, OPEN
 from flexinspect.records.prompt import Segment
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from flexinspect.core.errors import MaskError
 from flexinspect.core.languages import load_labels
 from flexinspect.masks.known_masks import ArrayMask, dense
-from flexinspect.masks.mask_config import PRESET_CONFIGS, MaskConfig
 from flexinspect.masks.mask_expressions import parse_mask
+from flexinspect.masks.mask_presets import PRESETS
 from flexinspect.masks.picture_text import Places
-from flexinspect.masks.presets import PRESETS
+from flexinspect.masks.size_presets import PRESET_CONFIGS, MaskConfig
 from flexinspect.masks.verification import CHECKS, Verification, verify_mask
 from flexinspect.records.prompt import Segment, SegmentKind
 

@@ -14,7 +14,7 @@ from support.finding_traces import MANY, SEGMENTS, TOKENS, found
 
 from flexinspect.analysis.reports.collect import UNDECLARED, FindingFilter, collect_report
 from flexinspect.drawing.theme import Theme
-from flexinspect.masks.presets import causal
+from flexinspect.masks.mask_presets import causal
 from flexinspect.panels.base import Navigate, Request, TracePlace
 from flexinspect.panels.findings_of_place import load_groups
 from flexinspect.panels.findings_panel import FindingsData, FindingsOptions, FindingsPanel

@@ -15,7 +15,7 @@ from support.mask_trace import Shown, sentence
 
 from flexinspect.core.errors import TraceError
 from flexinspect.drawing.theme import Theme
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.masks.viewport import APPLIED, CLOSED, LEAKED, LOST, OPEN, UNKNOWN
 from flexinspect.panels.base import Missing, TracePlace
 from flexinspect.panels.mask.mask_layout import MaskOptions
@@ -72,7 +72,7 @@ def test_the_rows_of_the_steps_are_known(shown: Shown) -> None:
 
 
 def test_the_declared_view_is_the_spec_and_the_difference_names_both_sides(shown: Shown) -> None:
-    spec = presets.preset("segment-isolation", mask_trace.SEGMENTS)
+    spec = mask_presets.preset("segment-isolation", mask_trace.SEGMENTS)
     declared = shown.load(mask_trace.WRONG, 3, view="declared").states
     assert np.array_equal(declared == OPEN, spec.dense(18))
     states = shown.load(mask_trace.WRONG, 3, view="difference").states

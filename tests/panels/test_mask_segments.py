@@ -13,7 +13,7 @@ from support import mask_trace
 from support.mask_trace import Shown
 
 from flexinspect.drawing.theme import Theme
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.masks.viewport import LEAKED, LOST, OPEN
 from flexinspect.panels.mask.mask_layout import MaskOptions
 from flexinspect.panels.mask.mask_pixels import map_strips
@@ -36,7 +36,7 @@ def written(path: Path, segments: tuple[Segment, ...]) -> Shown:
         writer.begin_generation(
             GenerationRecord(0, "s", "own", "contiguous", segments, mask_trace.tokens())
         )
-        writer.write_step(mask_trace.MaskedSteps(presets.causal(), layers=(0,)).step(0))
+        writer.write_step(mask_trace.MaskedSteps(mask_presets.causal(), layers=(0,)).step(0))
     return Shown(path)
 
 

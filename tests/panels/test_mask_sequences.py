@@ -12,7 +12,7 @@ from support import mask_trace
 from support.mask_trace import Shown
 
 from flexinspect.drawing.theme import Theme
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.masks.counting import TILE, PositionGroups
 from flexinspect.masks.viewport import OPEN
 from flexinspect.panels.base import TracePlace
@@ -90,7 +90,7 @@ def test_a_window_has_fewer_steps_the_more_keys_they_have(n_keys: int, steps: in
 
 def test_a_branch_continues_from_its_parents_rows(tmp_path: Path) -> None:
     path = tmp_path / "t.flextrace"
-    spec = presets.preset("segment-isolation", mask_trace.SEGMENTS)
+    spec = mask_presets.preset("segment-isolation", mask_trace.SEGMENTS)
     masked = mask_trace.MaskedSteps(spec)
     with TraceWriter.create(path, {"model": "x"}) as writer:
         writer.begin_generation(
@@ -119,7 +119,7 @@ def test_a_branch_continues_from_its_parents_rows(tmp_path: Path) -> None:
 
 def test_a_fork_that_has_not_made_a_step_shows_its_parents_rows(tmp_path: Path) -> None:
     path = tmp_path / "t.flextrace"
-    masked = mask_trace.MaskedSteps(presets.causal())
+    masked = mask_trace.MaskedSteps(mask_presets.causal())
     with TraceWriter.create(path, {"model": "x"}) as writer:
         writer.begin_generation(
             GenerationRecord(
@@ -135,12 +135,12 @@ def test_a_fork_that_has_not_made_a_step_shows_its_parents_rows(tmp_path: Path) 
 
 def long_trace(path: Path, n_steps: int) -> Shown:
     """A generation of which only what the mask panel needs is written."""
-    masked = mask_trace.MaskedSteps(presets.causal(), layers=(0,))
+    masked = mask_trace.MaskedSteps(mask_presets.causal(), layers=(0,))
     with TraceWriter.create(path, {"model": "x"}) as writer:
         writer.begin_generation(
             GenerationRecord(
                 *(0, "s", "causal", "contiguous", mask_trace.SEGMENTS, mask_trace.tokens()),
-                declared=mask_trace.declared(presets.causal()),
+                declared=mask_trace.declared(mask_presets.causal()),
             )
         )
         writer.write_steps([masked.step(number) for number in range(n_steps)])
@@ -193,7 +193,7 @@ def test_a_mask_too_large_to_be_kept_is_read_in_bands(
 
     path = tmp_path / "t.flextrace"
     cells = np.random.default_rng(3).random((2, 200, 213)) < 0.3
-    step = mask_trace.MaskedSteps(presets.causal(), layers=(0,)).step(0)
+    step = mask_trace.MaskedSteps(mask_presets.causal(), layers=(0,)).step(0)
     call = replace(step.calls[0], q_len=200, kv_len=213, mask="big")
     mask = MaskRecord("big", "bool", 1, 2, 200, 213, 0, cells=cells)
     with TraceWriter.create(path, {"model": "x"}) as writer:
@@ -217,7 +217,7 @@ def test_a_row_that_is_broadcast_stands_for_all_rows(
 
     path = tmp_path / "t.flextrace"
     cells = np.random.default_rng(3).random((1, 1, 15)) < 0.5
-    step = mask_trace.MaskedSteps(presets.causal(), layers=(0,)).step(0)
+    step = mask_trace.MaskedSteps(mask_presets.causal(), layers=(0,)).step(0)
     mask = MaskRecord("row", "bool", 1, 1, 15, 15, 0, cells=cells)
     with TraceWriter.create(path, {"model": "x"}) as writer:
         writer.begin_generation(
@@ -233,7 +233,7 @@ def test_a_row_that_is_broadcast_stands_for_all_rows(
 
 def test_a_mask_that_comes_again_stands_where_its_step_stood(tmp_path: Path) -> None:
     path = tmp_path / "t.flextrace"
-    masked = mask_trace.MaskedSteps(presets.causal(), layers=(0,))
+    masked = mask_trace.MaskedSteps(mask_presets.causal(), layers=(0,))
     with TraceWriter.create(path, {"model": "x"}) as writer:
         writer.begin_generation(
             GenerationRecord(0, "s", "own", "contiguous", mask_trace.SEGMENTS, mask_trace.tokens())

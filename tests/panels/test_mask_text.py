@@ -11,7 +11,7 @@ from support import mask_trace
 from support.mask_trace import Shown, sentence
 
 from flexinspect.drawing.theme import Theme
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.panels.mask.mask_text import format_counts
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import GenerationRecord
@@ -97,7 +97,7 @@ def test_the_cursor_explains_whether_a_row_attends_to_a_key(
 
 
 def test_rows_that_see_nothing_are_reported_and_counted(tmp_path: Path) -> None:
-    spec = presets.preset("segment-isolation", mask_trace.SEGMENTS, separators="isolated")
+    spec = mask_presets.preset("segment-isolation", mask_trace.SEGMENTS, separators="isolated")
     about = mask_trace.declared(spec, "isolated")
     empty = Shown(mask_trace.write(tmp_path / "t.flextrace", spec=spec, about=about))
     assert sentence(empty, 0, 6, 2).endswith(
@@ -115,7 +115,7 @@ def test_rows_that_see_nothing_are_reported_and_counted(tmp_path: Path) -> None:
 def test_a_compiled_call_names_the_block_that_loses_or_leaks(tmp_path: Path) -> None:
     path = mask_trace.write(tmp_path / "t.flextrace", compiled=True)
     with TraceWriter.create(tmp_path / "u.flextrace", {"model": "x"}) as writer:
-        spec = presets.preset("segment-isolation", mask_trace.SEGMENTS)
+        spec = mask_presets.preset("segment-isolation", mask_trace.SEGMENTS)
         masked = mask_trace.MaskedSteps(spec, layers=(mask_trace.WRONG,), compiled=True)
         writer.begin_generation(
             GenerationRecord(
@@ -185,7 +185,7 @@ def test_segments_are_set_against_each_other(shown: Shown) -> None:
 
 def test_a_mask_that_looks_ahead_is_named_so(tmp_path: Path) -> None:
     path = tmp_path / "t.flextrace"
-    step = mask_trace.MaskedSteps(presets.causal(), layers=(0,)).step(0)
+    step = mask_trace.MaskedSteps(mask_presets.causal(), layers=(0,)).step(0)
     mask = replace(step.masks[0], kind="none", cells=np.ones((1, 15, 15), np.bool_))
     with TraceWriter.create(path, {"model": "x"}) as writer:
         writer.begin_generation(
@@ -200,7 +200,7 @@ def test_a_mask_that_looks_ahead_is_named_so(tmp_path: Path) -> None:
 
 def test_many_segments_are_described_in_sentences(tmp_path: Path) -> None:
     segments = [Segment(n, n + 1, f"paraphrase {n}", SegmentKind.PARAPHRASE, n) for n in range(20)]
-    spec = presets.preset("segment-isolation", segments)
+    spec = mask_presets.preset("segment-isolation", segments)
     path = tmp_path / "t.flextrace"
     step = mask_trace.MaskedSteps(spec, layers=(0,)).step(0)
     with TraceWriter.create(path, {"model": "x"}) as writer:
@@ -223,7 +223,7 @@ def test_text_of_the_model_is_made_printable(tmp_path: Path) -> None:
         writer.begin_generation(
             GenerationRecord(0, "s", "own", "contiguous", tuple(segments), tuple(bad))
         )
-        writer.write_step(mask_trace.MaskedSteps(presets.causal(), layers=(0,)).step(0))
+        writer.write_step(mask_trace.MaskedSteps(mask_presets.causal(), layers=(0,)).step(0))
     hostile = Shown(path)
     drawn = hostile.text(q=3, kv=2) + hostile.words(q=3, kv=2).splitlines()
     assert all(line.isprintable() for line in drawn)

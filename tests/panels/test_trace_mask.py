@@ -10,7 +10,7 @@ from support import mask_trace
 from support.mask_trace import BARE, CAUSAL, HEADS, N_PROMPT, RIGHT, SLIDING, TABLES, WRONG
 
 from flexinspect.core.errors import UsageError
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.masks.known_masks import dense
 from flexinspect.masks.verification import verify_mask
 from flexinspect.panels.base import TracePlace
@@ -52,7 +52,7 @@ def test_a_step_shows_the_rows_up_to_it(source: Source) -> None:
 
 def test_the_declared_mask_leaves_out_dropped_keys(source: Source) -> None:
     declared = load(source, RIGHT, "declared").mask
-    spec = presets.preset("segment-isolation", mask_trace.SEGMENTS)
+    spec = mask_presets.preset("segment-isolation", mask_trace.SEGMENTS)
     assert (dense(declared, N, N) == spec.dense(N)).all()
     sliding = load(source, SLIDING)
     assert verify_mask(

@@ -12,7 +12,7 @@ import torch
 from support.planting import of, one, planted, serious
 from support.tiny import ids, make_model
 
-from flexinspect.masks.presets import causal
+from flexinspect.masks.mask_presets import causal
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import PromptTokenIds, compose_prompt
 from flexinspect.records.step import (

@@ -13,8 +13,8 @@ from support.planting import one, planted, serious
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from flexinspect.masks import key_blocks, presets
-from flexinspect.masks.presets import MaskSpec
+from flexinspect.masks import key_blocks, mask_presets
+from flexinspect.masks.mask_presets import MaskSpec
 from flexinspect.records.finding import Severity
 from flexinspect.records.step import MaskRecord
 from flexinspect.rules.masks.block_tables import find_stale_blocks
@@ -111,7 +111,7 @@ ISOLATION = MaskSpec("two", (0, 200), (0, 0), (0, 200))
 
 def test_tables_match_their_own_spec_at_any_length() -> None:
     for n in (1, 5, 127, 128, 129, 256, 300, 512):
-        assert find_stale_blocks(record(presets.causal(), n)) is None
+        assert find_stale_blocks(record(mask_presets.causal(), n)) is None
         assert find_stale_blocks(record(ISOLATION, n)) is None
 
 
@@ -121,7 +121,7 @@ def test_tables_with_superfluous_partial_blocks_are_not_stale() -> None:
 
 
 def test_full_blocks_that_the_spec_closes_are_found() -> None:
-    stale = find_stale_blocks(record(ISOLATION, 384, of=presets.causal()))
+    stale = find_stale_blocks(record(ISOLATION, 384, of=mask_presets.causal()))
     assert stale is not None
     assert not stale.missing.any()
     assert np.argwhere(stale.extra).tolist() == [[0, 1, 0], [0, 2, 0], [0, 2, 1]]
@@ -130,7 +130,7 @@ def test_full_blocks_that_the_spec_closes_are_found() -> None:
 def test_a_compiled_call_is_compared_by_the_block_states_of_its_mask_mod() -> None:
     opened = np.array([[[1, 0, 0], [2, 1, 0], [2, 2, 1]]], np.uint8)
     tables = key_blocks.block_tables(ISOLATION, 384, 384)
-    cells = executed_mask(presets.causal().dense(384), tables, (128, 128), compiled=True)[None]
+    cells = executed_mask(mask_presets.causal().dense(384), tables, (128, 128), compiled=True)[None]
     stale = find_stale_blocks(
         record(ISOLATION, 384, cells=cells, compiled=True, mask_mod_blocks=opened)
     )

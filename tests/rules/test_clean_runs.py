@@ -18,7 +18,7 @@ from flexinspect.analysis.offline_rules import review
 from flexinspect.inputs import model_names
 from flexinspect.inputs.config import load_config
 from flexinspect.inputs.datasets import load as load_samples
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.records.finding import Finding
 from flexinspect.records.job import Job, SamplingOptions
 from flexinspect.trace.file.writer import TraceWriter
@@ -50,7 +50,7 @@ def run(loaded: Any, out: Path, **options: Any) -> list[Finding]:
 
 
 @pytest.mark.parametrize(
-    ("preset", "sampling"), [*product(presets.PRESETS, (SamplingOptions(), SAMPLED))]
+    ("preset", "sampling"), [*product(mask_presets.PRESETS, (SamplingOptions(), SAMPLED))]
 )
 def test_the_demo_model_under_a_preset(
     demo: Any, tmp_path: Path, preset: str, sampling: SamplingOptions

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 from support.traces import sample_generation, sample_step
 
-from flexinspect.masks.presets import BoolArray
+from flexinspect.masks.mask_presets import BoolArray
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import CallRecord, InputsRecord, MaskRecord
 from flexinspect.rules.context import RuleContext

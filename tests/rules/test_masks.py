@@ -25,7 +25,7 @@ from support.tiny import FAMILIES, ids, make_model
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from flexinspect.masks.presets import MaskSpec
+from flexinspect.masks.mask_presets import MaskSpec
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.rules.masks.declared_vs_executed import MasksRule
 

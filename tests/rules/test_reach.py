@@ -15,8 +15,8 @@ from support.planting import of, one, planted, serious
 from support.tiny import ids, make_model
 from torch import Tensor
 
-from flexinspect.masks.presets import PRESETS, MaskSpec, preset
-from flexinspect.masks.presets import causal as causal_rule
+from flexinspect.masks.mask_presets import PRESETS, MaskSpec, preset
+from flexinspect.masks.mask_presets import causal as causal_rule
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import GenerationRecord, TokenRecord

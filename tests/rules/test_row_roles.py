@@ -14,7 +14,7 @@ from support.planting import of, one, planted, serious
 from support.tiny import ids, make_model
 from torch import Tensor
 
-from flexinspect.masks.presets import PRESETS
+from flexinspect.masks.mask_presets import PRESETS
 from flexinspect.records.finding import Severity
 
 SPANS = [(1, 6), (7, 12), (13, 18)]
@@ -201,7 +201,7 @@ def test_a_declared_preset_that_ran_makes_no_finding(
 
 def preset_spec(name: str) -> Any:
     """Return the spec that capture builds from a preset for these segments."""
-    from flexinspect.masks.presets import preset
+    from flexinspect.masks.mask_presets import preset
     from flexinspect_hooks.user_code.generation_builder import (
         PromptInput,
         build_segments,

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from flexinspect.core.text import printable
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Repeat, Severity
 from flexinspect.records.prompt import PromptTokenIds, Segment, compose_prompt
@@ -454,7 +454,7 @@ def test_a_mask_of_an_earlier_generation_is_reported_in_this_one() -> None:
 
 
 def test_rows_that_the_declared_mask_leaves_empty_are_a_note_and_others_are_not() -> None:
-    spec = presets.preset("segment-isolation", PROMPT.segments, separators="isolated")
+    spec = mask_presets.preset("segment-isolation", PROMPT.segments, separators="isolated")
     declared = {
         "separators": "isolated",
         "starts": spec.starts,
@@ -476,8 +476,12 @@ def test_rows_that_the_declared_mask_leaves_empty_are_a_note_and_others_are_not(
 
 
 def test_a_row_that_should_see_the_first_key_is_not_declared_empty() -> None:
-    declared = {"starts": (0, 5), "prefix_stops": (0, 1), "local_starts": (0, presets.UNREACHABLE)}
-    cells = presets.MaskSpec("m", *declared.values()).dense(N)[None].copy()
+    declared = {
+        "starts": (0, 5),
+        "prefix_stops": (0, 1),
+        "local_starts": (0, mask_presets.UNREACHABLE),
+    }
+    cells = mask_presets.MaskSpec("m", *declared.values()).dense(N)[None].copy()
     cells[:, 5] = False
     (finding,) = run_rule(
         empty_rows.EmptyRowsRule(), step(0, cells=cells), of=generation(declared=declared)
@@ -489,9 +493,9 @@ def test_declared_empty_rows_stay_a_note_when_generated_rows_read_them() -> None
     declared = {
         "starts": (0, 5, 6),
         "prefix_stops": (0, 0, 0),
-        "local_starts": (0, presets.UNREACHABLE, 6),
+        "local_starts": (0, mask_presets.UNREACHABLE, 6),
     }
-    cells = presets.MaskSpec("m", *declared.values()).dense(N)[None]
+    cells = mask_presets.MaskSpec("m", *declared.values()).dense(N)[None]
     found = run_rule(
         empty_rows.EmptyRowsRule(),
         step(0, cells=cells),
@@ -506,9 +510,9 @@ def test_a_declared_empty_row_that_is_the_newest_is_a_warning() -> None:
     declared = {
         "starts": (0, N - 1),
         "prefix_stops": (0, 0),
-        "local_starts": (0, presets.UNREACHABLE),
+        "local_starts": (0, mask_presets.UNREACHABLE),
     }
-    cells = presets.MaskSpec("m", *declared.values()).dense(N)[None]
+    cells = mask_presets.MaskSpec("m", *declared.values()).dense(N)[None]
     (finding,) = run_rule(
         empty_rows.EmptyRowsRule(), step(0, cells=cells), of=generation(declared=declared)
     )
@@ -516,8 +520,8 @@ def test_a_declared_empty_row_that_is_the_newest_is_a_warning() -> None:
 
 
 def test_the_presets_leave_no_row_empty() -> None:
-    for name in presets.PRESETS:
-        cells = presets.preset(name, PROMPT.segments).dense(N)[None]
+    for name in mask_presets.PRESETS:
+        cells = mask_presets.preset(name, PROMPT.segments).dense(N)[None]
         assert run_rule(empty_rows.EmptyRowsRule(), step(0, cells=cells)) == []
 
 
@@ -748,7 +752,7 @@ def test_the_declared_mask_is_the_declared_spec_or_assumed_from_segments() -> No
         "segment-isolation",
         True,
     )
-    spec = presets.causal()
+    spec = mask_presets.causal()
     declared = {
         "preset": "causal",
         "starts": spec.starts,

@@ -14,7 +14,7 @@ from support.tiny import make_model
 from support.traces import sample_generation, sample_step
 from transformers import DynamicCache
 
-from flexinspect.masks.presets import BoolArray
+from flexinspect.masks.mask_presets import BoolArray
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import CallRecord, InputsRecord, MaskRecord
 from flexinspect.rules.context import RuleContext

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from flexinspect.drawing.theme import Theme
-from flexinspect.masks.presets import preset
+from flexinspect.masks.mask_presets import preset
 from flexinspect.panels.attention.attention_data import AttentionData, AttentionOptions
 from flexinspect.panels.attention.attention_panel import AttentionPanel
 from flexinspect.panels.base import Picture, Request, TracePlace

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.records.job import SamplingOptions
 from flexinspect.records.prompt import Prompt, compose_prompt
 from flexinspect_hooks.generation.decoding import Choice, Decoder, generate
@@ -85,7 +85,7 @@ class BranchingRun:
 
 
 def preset_source(prompt: Prompt, name: str = "segment-isolation") -> SpecMaskSource:
-    spec = presets.preset(name, prompt.segments)
+    spec = mask_presets.preset(name, prompt.segments)
     return SpecMaskSource(spec, length=prompt.segments[-1].stop, device=CPU, compiled=False)
 
 

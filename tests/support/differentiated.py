@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.records.prompt import Prompt, compose_prompt
 from flexinspect.records.step import GradientRecord, GradientStat
 from flexinspect_hooks.generation.decoding import Choice, generate
@@ -59,7 +59,7 @@ class Run:
 
 def preset_source(prompt: Prompt, mask: str) -> SpecMaskSource:
     """Return the mask of a preset for a prompt."""
-    spec = presets.preset(mask, prompt.segments)
+    spec = mask_presets.preset(mask, prompt.segments)
     return SpecMaskSource(spec, length=prompt.segments[-1].stop, device=CPU, compiled=False)
 
 

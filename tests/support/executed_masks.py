@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexinspect.masks.key_blocks import BlockTables
-from flexinspect.masks.presets import BoolArray
+from flexinspect.masks.mask_presets import BoolArray
 
 
 def expand_blocks(blocks: BoolArray, n_q: int, n_kv: int, size: tuple[int, int]) -> BoolArray:

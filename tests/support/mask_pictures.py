@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from flexinspect.masks.mask_picture import MaskPicture
-from flexinspect.masks.presets import BoolArray, preset
+from flexinspect.masks.mask_presets import BoolArray, preset
 from flexinspect.masks.viewport import CLOSED, OPEN, States
 from flexinspect.records.prompt import Segment, SegmentKind
 

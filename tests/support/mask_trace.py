@@ -12,7 +12,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from flexinspect.drawing.theme import Theme
-from flexinspect.masks import key_blocks, presets
+from flexinspect.masks import key_blocks, mask_presets
 from flexinspect.panels.base import Picture, Request, TracePlace
 from flexinspect.panels.mask.mask_data import MaskData
 from flexinspect.panels.mask.mask_layout import MaskOptions
@@ -63,7 +63,7 @@ def tokens(n: int = N_PROMPT) -> tuple[TokenRecord, ...]:
     return tuple(map(token, range(n)))
 
 
-def declared(spec: presets.MaskSpec, separators: str = "attached") -> dict[str, Any]:
+def declared(spec: mask_presets.MaskSpec, separators: str = "attached") -> dict[str, Any]:
     return {
         "preset": spec.name,
         "separators": separators,
@@ -77,7 +77,7 @@ def declared(spec: presets.MaskSpec, separators: str = "attached") -> dict[str, 
 class MaskedSteps:
     """Writes masks and remembers, per layer, what was executed: the dense mask."""
 
-    spec: presets.MaskSpec
+    spec: mask_presets.MaskSpec
     layers: Sequence[int] = tuple(range(7))
     lse_error: float | None = 3e-6
     compiled: bool = False
@@ -94,7 +94,7 @@ class MaskedSteps:
                 if q_idx <= row < q_idx + n_rows:
                     dense[row - q_idx, key] = value
         if layer == CAUSAL:
-            dense = presets.causal().dense(n_rows, q_offset=q_idx)
+            dense = mask_presets.causal().dense(n_rows, q_offset=q_idx)
         if layer == HEADS:
             closed = dense.copy()
             closed[:, 1:3] = False
@@ -154,13 +154,13 @@ def write(
     path: Path,
     n_steps: int = 4,
     *,
-    spec: presets.MaskSpec | None = None,
+    spec: mask_presets.MaskSpec | None = None,
     about: dict[str, Any] | None = None,
     lse_error: float | None = 3e-6,
     compiled: bool = False,
     n_generations: int = 1,
 ) -> Path:
-    spec = spec or presets.preset("segment-isolation", SEGMENTS)
+    spec = spec or mask_presets.preset("segment-isolation", SEGMENTS)
     about = declared(spec) if about is None else about
     with TraceWriter.create(path, {"model": "synthetic"}) as writer:
         for number in range(n_generations):
@@ -178,7 +178,7 @@ def write(
 
 def dense_mask(layer: int, n_steps: int = 4, head: int = 0) -> Bools:
     """Return the dense mask that a layer of the trace executed, (rows, keys)."""
-    masked = MaskedSteps(presets.preset("segment-isolation", SEGMENTS))
+    masked = MaskedSteps(mask_presets.preset("segment-isolation", SEGMENTS))
     n = N_PROMPT + n_steps - 1
     whole = np.zeros((n, n), np.bool_)
     cells = masked.cells(layer, 0, N_PROMPT)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import flexinspect
 from flexinspect.analysis.proof_results import Proof
-from flexinspect.masks.presets import BoolArray
+from flexinspect.masks.mask_presets import BoolArray
 from flexinspect.records.finding import Finding, Severity
 from support.tiny import ids, make_model
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import (
@@ -110,7 +110,7 @@ def sample_generation(number: int) -> GenerationRecord:
         TokenRecord(pos, 10 + pos, token, text, pos, segment_of[pos], pos == 0)
         for pos, (token, text, _) in enumerate(PROMPT)
     )
-    spec = presets.preset("segment-isolation", SEGMENTS)
+    spec = mask_presets.preset("segment-isolation", SEGMENTS)
     declared = {
         "preset": "segment-isolation",
         "separators": "attached",
@@ -167,7 +167,7 @@ def sample_step(
 
 
 def _mask(step: int, generation: int) -> MaskRecord:
-    spec = presets.preset("segment-isolation", SEGMENTS)
+    spec = mask_presets.preset("segment-isolation", SEGMENTS)
     rows = 1 if step else N_PROMPT
     offset = N_PROMPT + step - 1 if step else 0
     n_kv = N_PROMPT + step

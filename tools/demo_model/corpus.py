@@ -1,7 +1,7 @@
 """Training examples: questions in altered seen wordings, in every layout the product can compose.
 
-Prompts and masks come from `flexinspect.records.prompt` and `flexinspect.masks.presets`, so the
-model is trained on exactly what the product feeds.
+Prompts and masks come from `flexinspect.records.prompt` and `flexinspect.masks.mask_presets`, so
+the model is trained on exactly what the product feeds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from flexinspect.masks.presets import BoolArray, preset
+from flexinspect.masks.mask_presets import BoolArray, preset
 from flexinspect.records.prompt import Prompt, PromptTokenIds, Segment, compose_prompt
 from tools.demo_model.facts import Fact
 from tools.demo_model.templates import (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from flexinspect.masks.presets import PRESETS
+from flexinspect.masks.mask_presets import PRESETS
 from flexinspect.records.prompt import POSITION_MODES
 from tools.demo_model.corpus import (
     PLAIN,

@@ -230,7 +230,7 @@ def is_undeclared(reader: TraceReader) -> bool:
     if imported_facts(reader.run()) is not None:
         return False
     # It loads numpy, which the first screen does not need.
-    from flexinspect.masks.presets import declared_spec
+    from flexinspect.masks.mask_presets import declared_spec
 
     declarations = (row.declared for row in reader.generations())
     return any("training" not in one and declared_spec(one) is None for one in declarations)

@@ -16,7 +16,7 @@ from flexinspect.core.text import plural, printable
 from flexinspect.exports.report import contents
 from flexinspect.exports.report.branch_columns import BranchSpan
 from flexinspect.masks.counting import PositionGroups
-from flexinspect.masks.presets import declared_spec
+from flexinspect.masks.mask_presets import declared_spec
 from flexinspect.masks.viewport import SCALES, PixelGrid
 from flexinspect.panels.mask.mask_data import load_states
 from flexinspect.panels.mask.mask_grid import MAX_STEPS, MaskLoader, MaskView, load_blocks

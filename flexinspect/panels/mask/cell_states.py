@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.masks.counting import PositionGroups
-from flexinspect.masks.presets import declared_spec
+from flexinspect.masks.mask_presets import declared_spec
 from flexinspect.masks.viewport import CLOSED, LEAKED, LOST, OPEN, UNKNOWN, States
 from flexinspect.panels.base import TracePlace
 from flexinspect.panels.mask.mask_grid import MaskLoader, MaskView

@@ -16,7 +16,7 @@ from flexinspect.drawing.token_cells import TokenCell
 from flexinspect.masks import viewport
 from flexinspect.masks.attention_row import UNCHECKED, LseCheck, recorded_check
 from flexinspect.masks.counting import CHUNK_ROWS, PositionGroups
-from flexinspect.masks.presets import declared_spec
+from flexinspect.masks.mask_presets import declared_spec
 from flexinspect.masks.viewport import PixelCounts, PixelGrid, States
 from flexinspect.panels.base import Missing, Request, TracePlace, import_hint
 from flexinspect.panels.mask.mask_grid import (

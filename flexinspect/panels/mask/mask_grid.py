@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from flexinspect.masks import counting
 from flexinspect.masks.attention_row import Bools
-from flexinspect.masks.presets import IntArray, MaskSpec
+from flexinspect.masks.mask_presets import IntArray, MaskSpec
 from flexinspect.masks.viewport import BlockLayout
 from flexinspect.panels.base import TracePlace
 from flexinspect.panels.panel_source import Source

@@ -15,7 +15,7 @@ from flexinspect.core.languages import DEFAULT_LANGUAGE, Labels, load_labels
 from flexinspect.masks.cell_mask import CellMask
 from flexinspect.masks.counting import PositionGroups
 from flexinspect.masks.known_masks import CombinedMask, RuleMask, spec_mask
-from flexinspect.masks.presets import BoolArray, IntArray, declared_spec
+from flexinspect.masks.mask_presets import BoolArray, IntArray, declared_spec
 from flexinspect.panels.base import TracePlace
 from flexinspect.panels.mask.mask_grid import (
     MIN_STEPS,

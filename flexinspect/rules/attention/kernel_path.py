@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flexinspect.core.text import capitalize, format_layers, is_or_are, plural, printable
-from flexinspect.masks.presets import BoolArray
+from flexinspect.masks.mask_presets import BoolArray
 from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import BuildRecord, CallRecord, EventRecord, StepRecord

@@ -15,7 +15,7 @@ import numpy as np
 
 from flexinspect.core.text import format_numbers, format_ranges, plural
 from flexinspect.masks.key_blocks import block_row_states, row_chunks
-from flexinspect.masks.presets import BoolArray
+from flexinspect.masks.mask_presets import BoolArray
 from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import (

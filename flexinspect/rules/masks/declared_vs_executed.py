@@ -15,9 +15,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from flexinspect.core.text import plural, printable
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.masks.attention_row import recorded_check
-from flexinspect.masks.presets import BoolArray, MaskSpec
+from flexinspect.masks.mask_presets import BoolArray, MaskSpec
 from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import SegmentKind, declared_tokenizer
@@ -221,7 +221,7 @@ class MasksRule(Rule):
         differing = self._find_differing_heads(mask, None, call_frame(step, call))
         if differing is None:
             return None
-        case = self._make_case(group, differing, presets.causal())
+        case = self._make_case(group, differing, mask_presets.causal())
         case.found.lost = 0
         case = replace(case, expected="a causal mask", pieces=0, segments=0)
         is_certain = mask.kind == NO_MASK or group.adds_bools

@@ -24,7 +24,7 @@ from flexinspect.core.text import (
     plural,
     printable,
 )
-from flexinspect.masks.presets import Segments
+from flexinspect.masks.mask_presets import Segments
 from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind, declared_tokenizer

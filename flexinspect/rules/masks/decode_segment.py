@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexinspect.core.text import join_labels
-from flexinspect.masks.presets import BoolArray
+from flexinspect.masks.mask_presets import BoolArray
 from flexinspect.records import imported
 from flexinspect.records.step import StepRecord
 from flexinspect.rules.context import format_step_layers

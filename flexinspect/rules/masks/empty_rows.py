@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from flexinspect.core.text import Positions, format_ranges, is_or_are, plural
 from flexinspect.masks.key_blocks import row_chunks
-from flexinspect.masks.presets import BoolArray
+from flexinspect.masks.mask_presets import BoolArray
 from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord

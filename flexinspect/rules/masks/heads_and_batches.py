@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from flexinspect.core.text import format_numbers, format_ranges, plural, printable
 from flexinspect.masks.attention_row import kv_head_of
-from flexinspect.masks.presets import BoolArray
+from flexinspect.masks.mask_presets import BoolArray
 from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord

@@ -11,7 +11,7 @@ from itertools import groupby
 import numpy as np
 
 from flexinspect.core.text import plural
-from flexinspect.masks.presets import BoolArray
+from flexinspect.masks.mask_presets import BoolArray
 from flexinspect.records import imported
 from flexinspect.records.step import StepRecord
 from flexinspect.rules.engine import Findings, Rule, finding_kinds

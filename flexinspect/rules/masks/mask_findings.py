@@ -14,10 +14,10 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from flexinspect.core import text
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.masks.counting import BIT_COUNTS, PackedMask, PositionGroups, pack_spec
 from flexinspect.masks.key_blocks import row_chunks
-from flexinspect.masks.presets import BoolArray, MaskSpec, Segments
+from flexinspect.masks.mask_presets import BoolArray, MaskSpec, Segments
 from flexinspect.records.finding import Severity
 from flexinspect.records.prompt import SegmentKind
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
@@ -146,7 +146,7 @@ def count_wrong_cells(frame: CellFrame, spec: MaskSpec, *, limit: int) -> int:
 
 def has_future_keys(frame: CellFrame) -> bool:
     """Return whether any row sees a key that comes after it."""
-    rows = _iter_packed_rows(replace(frame, window=None), presets.causal())
+    rows = _iter_packed_rows(replace(frame, window=None), mask_presets.causal())
     return any((ran & ~past & counts).any() for _, ran, past, counts in rows)
 
 
@@ -227,7 +227,7 @@ def classify_pattern(
     """Return what ran instead of the spec: the pattern, and its shift or window (0 for others)."""
     if len(frame.cells) > 1 and not found.n_closed and found.future:
         return OPEN, 0
-    if not count_wrong_cells(frame, presets.causal(), limit=1):
+    if not count_wrong_cells(frame, mask_presets.causal(), limit=1):
         return CAUSAL, 0
     window = replace(frame, window=found.nearest_lost)
     if not found.leaked and not count_wrong_cells(window, spec, limit=1):

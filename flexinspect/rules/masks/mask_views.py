@@ -8,7 +8,7 @@ import numpy as np
 from msgspec import Struct
 
 from flexinspect.core.text import Positions, capitalize, printable
-from flexinspect.masks.presets import BoolArray, MaskSpec
+from flexinspect.masks.mask_presets import BoolArray, MaskSpec
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import RuleContext, format_step_layers

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexinspect.core.text import format_numbers, is_or_are, plural, printable
-from flexinspect.masks.presets import BoolArray
+from flexinspect.masks.mask_presets import BoolArray
 from flexinspect.records import imported
 from flexinspect.records.prompt import declared_tokenizer
 from flexinspect.records.step import StepRecord

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexinspect.core.text import capitalize, format_ranges, join_labels, plural, printable
-from flexinspect.masks.presets import BoolArray, MaskSpec, Segments
+from flexinspect.masks.mask_presets import BoolArray, MaskSpec, Segments
 from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind

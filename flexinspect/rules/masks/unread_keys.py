@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flexinspect.core.text import Positions, capitalize, is_or_are, join_labels, plural, printable
-from flexinspect.masks.presets import BoolArray, Segments
+from flexinspect.masks.mask_presets import BoolArray, Segments
 from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind

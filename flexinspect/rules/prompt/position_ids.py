@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexinspect.core.text import capitalize, is_or_are, plural, printable
-from flexinspect.masks.presets import BoolArray
+from flexinspect.masks.mask_presets import BoolArray
 from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind

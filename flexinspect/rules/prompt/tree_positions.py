@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flexinspect.core.text import format_numbers
-from flexinspect.masks.presets import BoolArray
+from flexinspect.masks.mask_presets import BoolArray
 from flexinspect.records import imported
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import StepRecord

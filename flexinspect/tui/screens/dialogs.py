@@ -196,7 +196,7 @@ _SEGMENT_QUESTIONS = {
 async def ask_edit(app: Any, reader: TraceReader, there: StepRef) -> EditMask | None:
     """Let the user choose an edit of the mask; None when cancelled."""
     from flexinspect.control.messages import EditMask, MaskEdit
-    from flexinspect.masks.presets import PRESETS
+    from flexinspect.masks.mask_presets import PRESETS
 
     question = f"Change the mask and re-run from step {there.step}"
     kind = await ask_choice(app, question, EDIT_KINDS)

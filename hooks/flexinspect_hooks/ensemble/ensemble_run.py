@@ -16,7 +16,7 @@ from flexinspect.core import errors
 from flexinspect.core.errors import DatasetError, MaskError, summarize_error
 from flexinspect.core.signals import acknowledge_end, defer_interrupts
 from flexinspect.inputs.samples import Sample
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.records import prompt as prompts
 from flexinspect.records.job import Job, PromptTexts
 from flexinspect.records.prompt import Prompt, Segment
@@ -93,9 +93,9 @@ class EnsembleRunner:
         if ":" in job.mask:
             mask_mod = load_mask_mod(job.mask, segments)
             return {"mask_mod": job.mask}, UserMaskSource(mask_mod, name=job.mask, device=device)
-        spec = presets.preset(job.mask, segments, separators=job.separators)
+        spec = mask_presets.preset(job.mask, segments, separators=job.separators)
         source = SpecMaskSource(spec, length=length, device=device, compiled=self.compiled)
-        return {**presets.spec_entries(spec), "separators": job.separators}, source
+        return {**mask_presets.spec_entries(spec), "separators": job.separators}, source
 
     def run(
         self, number: int, plan: GenerationPlan, session: CaptureSession, *, holds: bool = False

@@ -12,7 +12,7 @@ from msgspec import Struct
 from flexinspect.core.errors import MaskError, summarize_error
 from flexinspect.inputs import model_names
 from flexinspect.inputs.job_samples import load_samples
-from flexinspect.masks.presets import BoolArray, IntArray
+from flexinspect.masks.mask_presets import BoolArray, IntArray
 from flexinspect.records.job import Job
 from flexinspect.records.prompt import Prompt, Segment, compose_prompt
 from flexinspect_hooks.ensemble.ensemble_run import (

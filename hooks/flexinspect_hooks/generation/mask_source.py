@@ -1,8 +1,8 @@
 """Where a patched model gets its block masks: from a `MaskSpec`, or from the user's `mask_mod`.
 
-The `flexinspect.masks.presets.MaskSpec` is the same object that numpy draws and tests. It has two
-forms of `mask_mod`. The arithmetic form compares indices with constants: uncompiled flex runs it
-under four nested vmaps, where a gather costs milliseconds and a comparison tens of microseconds.
+The `MaskSpec` of `flexinspect.masks.mask_presets` is the object that numpy draws and tests. It has
+two forms of `mask_mod`. The arithmetic form compares indices with constants: uncompiled flex runs
+it under four nested vmaps, where a gather costs milliseconds and a comparison tens of microseconds.
 The table form gathers from tensors, so that one compiled graph serves all prompts.
 """
 
@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexinspect.core.errors import MaskError, summarize_error
 from flexinspect.masks import key_blocks
 from flexinspect.masks.key_blocks import BlockTables, row_chunks
-from flexinspect.masks.presets import BoolArray, MaskSpec
+from flexinspect.masks.mask_presets import BoolArray, MaskSpec
 from flexinspect_hooks.debugger.frames import breakpoints_disabled
 from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_identity
 

@@ -25,7 +25,7 @@ from flexinspect_hooks.kernels.inputs import describe_inputs, make_problem
 from flexinspect_hooks.kernels.kernel_evaluation import evaluate
 from flexinspect_hooks.kernels.problem import choose_device
 from flexinspect_hooks.kernels.reference import Reference
-from flexinspect_hooks.kernels.speed import measure_speed
+from flexinspect_hooks.kernels.speed_sampling import measure_speed
 
 Report = Callable[[str], None]
 

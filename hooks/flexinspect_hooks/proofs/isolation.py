@@ -29,7 +29,7 @@ from flexinspect.analysis.proof_results import (
 )
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import join_labels, plural, printable
-from flexinspect.masks.presets import BoolArray
+from flexinspect.masks.mask_presets import BoolArray
 from flexinspect.records.finding import Finding
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect_hooks.proofs import leak_path

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from flexinspect.analysis.proof_results import LEAK, UNSTABLE, format_amount, proof_finding
 from flexinspect.core.text import limit_positions, plural, printable
-from flexinspect.masks.presets import BoolArray
+from flexinspect.masks.mask_presets import BoolArray
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment
 from flexinspect_hooks.capture.layer_rows import CapturePoint, capture_rows

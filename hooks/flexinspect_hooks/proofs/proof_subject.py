@@ -12,7 +12,7 @@ from msgspec import Struct, field
 from torch import Tensor, nn
 
 from flexinspect.core.errors import UsageError
-from flexinspect.masks.presets import BoolArray, MaskSpec
+from flexinspect.masks.mask_presets import BoolArray, MaskSpec
 from flexinspect.rules.context import RuleContext
 from flexinspect_hooks.loading.tokenizers import IdAdapter, Vocabulary, id_tuple
 from flexinspect_hooks.observers.inputs_hook import InputRows

@@ -24,7 +24,7 @@ from flexinspect.core.text import plural
 from flexinspect.inputs.model_sizes import human_bytes
 from flexinspect.masks import edits as maskedits
 from flexinspect.masks.edits import Edit, MaskPatch, PatchedMask
-from flexinspect.masks.presets import MaskSpec, spec_entries
+from flexinspect.masks.mask_presets import MaskSpec, spec_entries
 from flexinspect_hooks.generation import mask_source
 from flexinspect_hooks.generation.decoding import Decoder, StopCriteria, check_tokens, new_cache
 from flexinspect_hooks.generation.flex_patch import FlexPatch

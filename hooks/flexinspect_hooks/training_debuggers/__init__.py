@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flexinspect_hooks.training_debuggers.async_logger import AsyncTrainingLogger
-    from flexinspect_hooks.training_debuggers.base_debugger import debug_logging
+    from flexinspect_hooks.training_debuggers.debug_log import debug_logging
     from flexinspect_hooks.training_debuggers.diffusion import DiffusionModelDebugger
     from flexinspect_hooks.training_debuggers.profiling import profile_model_performance
     from flexinspect_hooks.training_debuggers.pytorch_debugger import PyTorchDebugger, debug_context
@@ -44,7 +44,7 @@ __all__ = [
 
 _MODULES = {
     "async_logger": "AsyncTrainingLogger",
-    "base_debugger": "debug_logging",
+    "debug_log": "debug_logging",
     "diffusion": "DiffusionModelDebugger",
     "profiling": "profile_model_performance",
     "pytorch_debugger": "PyTorchDebugger debug_context",

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import field
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
 import torch
 
-from flexinspect.core.errors import UsageError
 from flexinspect.records.debug_switches import DebugLevel, DictDataclass, parse_level
 from flexinspect.records.training_step import EXPLODING_NORM, VANISHING_NORM, ParameterGradient
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.control import control_protocols
 from flexinspect_hooks.training.gradient_statistics import GradientLimits
+from flexinspect_hooks.training_debuggers.debug_log import log
 from flexinspect_hooks.training_debuggers.measurements import TensorInfo
 
 HISTORY = 1000  # entries that a debugger keeps by default
@@ -55,50 +53,6 @@ ADVICE_BY_KIND: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """What usually helps, by kind of problem."""
-
-LOGGER = "flexinspect.debugging"  # figures are DEBUG, anomalies WARNING, errors ERROR
-log = logging.getLogger(LOGGER)
-FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
-LEVEL_EMOJI = {"DEBUG": "🔍", "INFO": "✅", "WARNING": "⚠️", "ERROR": "❌", "CRITICAL": "❌"}
-
-
-class _EmojiFormatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        return f"{LEVEL_EMOJI.get(record.levelname, '·')} {super().format(record)}"
-
-
-def debug_logging(
-    file: str | Path | None = None,
-    *,
-    level: int = logging.DEBUG,
-    max_bytes: int = 10_000_000,
-    backups: int = 5,
-    signs: bool = False,
-) -> ExitStack:
-    """Write the debuggers' log to `file`, or to stderr without one, until the result is closed.
-
-    The file is rotated at `max_bytes`, and `backups` older ones are kept. `signs` puts an emoji for
-    the level before each line. Records also have their figures as `record.facts`. The result is
-    a context manager, and has `close`.
-
-    Raises `UsageError` for a file that cannot be written, and for a level that is not a number of
-    `logging`.
-    """
-    argument_checks.check_count(level, "level", 0)
-    handler: logging.Handler = logging.StreamHandler()
-    if file is not None:
-        try:
-            handler = RotatingFileHandler(file, "a", max_bytes, backups, encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"The log {file} cannot be written: {error.strerror}.") from error
-    handler.setFormatter((_EmojiFormatter if signs else logging.Formatter)(FORMAT))
-    active = ExitStack()
-    active.callback(handler.close)
-    active.callback(log.setLevel, log.level)
-    active.callback(log.removeHandler, handler)
-    log.addHandler(handler)
-    log.setLevel(level)
-    return active
 
 
 class Anomaly(DictDataclass):

@@ -16,7 +16,8 @@ from flexinspect.core.errors import UsageError
 from flexinspect.records.debug_switches import DebugLevel, DictDataclass
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.training.gradient_statistics import tensor_norms
-from flexinspect_hooks.training_debuggers.base_debugger import Anomaly, log
+from flexinspect_hooks.training_debuggers.base_debugger import Anomaly
+from flexinspect_hooks.training_debuggers.debug_log import log
 from flexinspect_hooks.training_debuggers.measurements import ComponentInfo, TensorInfo
 
 MAX_SPREAD_GROWTH = 5.0  # a larger factor between two steps is an anomaly from ADVANCED on

@@ -20,7 +20,7 @@ from flexinspect.core.errors import FlexInspectError, UsageError
 from flexinspect.inputs.model_sizes import human_count
 from flexinspect.records.debug_switches import DictDataclass
 from flexinspect_hooks.capture import argument_checks
-from flexinspect_hooks.training_debuggers.base_debugger import log
+from flexinspect_hooks.training_debuggers.debug_log import log
 from flexinspect_hooks.training_debuggers.switch_board import SwitchBoard
 
 PROFILER_SWITCH = "enable_autograd_profiler"

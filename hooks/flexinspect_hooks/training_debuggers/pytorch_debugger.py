@@ -16,7 +16,8 @@ from flexinspect.records.debug_switches import DebugLevel, DictDataclass
 from flexinspect.records.training_step import EXPLODING_NORM, VANISHING_NORM
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.training.gradient_statistics import gradient_facts, trainable
-from flexinspect_hooks.training_debuggers.base_debugger import Anomaly, BaseDebugger, log
+from flexinspect_hooks.training_debuggers.base_debugger import Anomaly, BaseDebugger
+from flexinspect_hooks.training_debuggers.debug_log import log
 from flexinspect_hooks.training_debuggers.measurements import TensorInfo
 from flexinspect_hooks.training_debuggers.model_validation import ModelReport, model_report
 

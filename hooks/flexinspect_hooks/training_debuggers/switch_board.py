@@ -22,7 +22,7 @@ from flexinspect.inputs.config import load_config
 from flexinspect.records.debug_switches import SWITCHES, DebugSwitches, parse_switch, short_name
 from flexinspect_hooks.python_internals.torch_private import tensor_version
 from flexinspect_hooks.training.gradient_statistics import GradientLimits, Gradients, learning_rates
-from flexinspect_hooks.training_debuggers.base_debugger import log
+from flexinspect_hooks.training_debuggers.debug_log import log
 from flexinspect_hooks.training_debuggers.measurements import logits_of, memory_of, tensors_in
 
 MB = 2**20

@@ -27,7 +27,8 @@ from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.control.control_protocols import AnomalyCounts
 from flexinspect_hooks.training import gradient_statistics
 from flexinspect_hooks.training.gradient_statistics import GradientLimits, learning_rates
-from flexinspect_hooks.training_debuggers.base_debugger import Anomaly, log
+from flexinspect_hooks.training_debuggers.base_debugger import Anomaly
+from flexinspect_hooks.training_debuggers.debug_log import log
 from flexinspect_hooks.training_debuggers.measurements import TensorInfo
 from flexinspect_hooks.training_debuggers.profiling import PROFILE_FOLDER, ProfilerWindows
 from flexinspect_hooks.training_debuggers.switch_board import SwitchBoard

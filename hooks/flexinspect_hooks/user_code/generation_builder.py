@@ -16,8 +16,8 @@ from msgspec import Struct, field, to_builtins
 from msgspec.structs import replace
 
 from flexinspect.core.errors import UsageError
-from flexinspect.masks import presets
-from flexinspect.masks.presets import MaskSpec
+from flexinspect.masks import mask_presets
+from flexinspect.masks.mask_presets import MaskSpec
 from flexinspect.records import prompt as prompt_records
 from flexinspect.records.prompt import (
     DeclaredSegment,
@@ -85,10 +85,10 @@ def encode_segments(
 def check_declared_mask(mask: object) -> None:
     """Raise `UsageError` unless `mask` is None, the name of a preset, or a `MaskSpec`."""
     if isinstance(mask, str):
-        presets.check_preset(mask)
+        mask_presets.check_preset(mask)
     elif mask is not None and not isinstance(mask, MaskSpec):
         raise UsageError(
-            "mask must be the name of a preset or a flexinspect.masks.presets.MaskSpec."
+            "mask must be the name of a preset or a flexinspect.masks.mask_presets.MaskSpec."
         )
 
 
@@ -125,9 +125,9 @@ class DeclaredPrompt(Struct, frozen=True):
         if self.mask is None or is_other_prompt:
             return {}
         if isinstance(self.mask, MaskSpec):
-            return presets.spec_entries(self.mask)
-        spec = presets.preset(self.mask, segments, separators=self.separators)
-        return {**presets.spec_entries(spec), "separators": self.separators}
+            return mask_presets.spec_entries(self.mask)
+        spec = mask_presets.preset(self.mask, segments, separators=self.separators)
+        return {**mask_presets.spec_entries(spec), "separators": self.separators}
 
 
 def keep_written_special(

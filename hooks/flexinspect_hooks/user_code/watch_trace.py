@@ -27,7 +27,7 @@ from flexinspect.core.environment import git_state
 from flexinspect.core.errors import FlexInspectError, TraceWriteError, UsageError
 from flexinspect.core.rank_environment import rank_facts, rank_path
 from flexinspect.core.text import escape_unprintable, print_message
-from flexinspect.masks.presets import MaskSpec
+from flexinspect.masks.mask_presets import MaskSpec
 from flexinspect.records.finding import Finding
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import TraceReader, open_trace

@@ -15,8 +15,8 @@ from flexinspect.core import plugins
 from flexinspect.core.errors import DatasetError, MaskError, ModelError
 from flexinspect.masks.known_masks import dense
 from flexinspect.masks.mask_analysis import analyse_mask
-from flexinspect.masks.mask_config import MaskConfig
 from flexinspect.masks.mask_expressions import parse_mask
+from flexinspect.masks.size_presets import MaskConfig
 from flexinspect.masks.verification import verify_mask
 from flexinspect.records.job import Job
 from flexinspect_hooks.ensemble.mask_laboratory import compose_prompts

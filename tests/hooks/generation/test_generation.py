@@ -16,7 +16,7 @@ from support.tiny import FAMILIES, ids, make_model, make_pieces
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from flexinspect.masks import key_blocks, presets
+from flexinspect.masks import key_blocks, mask_presets
 from flexinspect.records.job import SamplingOptions
 from flexinspect.records.prompt import Prompt, compose_prompt
 from flexinspect_hooks.generation import flex_patch
@@ -28,12 +28,12 @@ CPU = torch.device("cpu")
 NEW = 8
 
 
-def source(spec: presets.MaskSpec) -> SpecMaskSource:
+def source(spec: mask_presets.MaskSpec) -> SpecMaskSource:
     return SpecMaskSource(spec, length=256, device=CPU, compiled=False)
 
 
 def run(
-    model: Any, prompt: Prompt, spec: presets.MaskSpec, **options: Any
+    model: Any, prompt: Prompt, spec: mask_presets.MaskSpec, **options: Any
 ) -> tuple[list[int], list[torch.Tensor]]:
     logits: list[torch.Tensor] = []
 
@@ -69,13 +69,13 @@ def test_causal_greedy_tokens_and_logits_equal_generate_under_sdpa(
         output_logits=True,
         return_dict_in_generate=True,
     )
-    tokens, logits = run(model, prompt, presets.causal())
+    tokens, logits = run(model, prompt, mask_presets.causal())
     assert tokens == theirs.sequences[0, len(prompt.ids) :].tolist()
     for mine, other in zip(logits, theirs.logits, strict=True):
         torch.testing.assert_close(mine, other[0], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", presets.PRESETS)
+@pytest.mark.parametrize("name", mask_presets.PRESETS)
 @pytest.mark.parametrize("positions", ["contiguous", "reset"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_every_preset_equals_a_dense_run_at_prefill_and_each_decode_step(
@@ -83,7 +83,7 @@ def test_every_preset_equals_a_dense_run_at_prefill_and_each_decode_step(
 ) -> None:
     model = family_model(family)
     prompt = compose_prompt(make_pieces(), max_new_tokens=NEW, positions=positions)
-    spec = presets.preset(name, prompt.segments)
+    spec = mask_presets.preset(name, prompt.segments)
     tokens, logits = run(model, prompt, spec)
     whole = torch.tensor([[*prompt.ids, *tokens[:-1]]])
     positions = [*prompt.position_ids, *(prompt.next_position(i) for i in range(NEW - 1))]
@@ -101,7 +101,7 @@ def test_the_remaining_families_equal_a_dense_run_under_isolation(
     family: str, family_model: Callable[[str], Any], prompt: Prompt
 ) -> None:
     model = family_model(family)
-    spec = presets.preset("segment-isolation", prompt.segments)
+    spec = mask_presets.preset("segment-isolation", prompt.segments)
     tokens, logits = run(model, prompt, spec)
     whole = torch.tensor([[*prompt.ids, *tokens[:-1]]])
     rows = np.arange(whole.shape[1])
@@ -114,13 +114,13 @@ def test_the_remaining_families_equal_a_dense_run_under_isolation(
 
 
 def test_isolated_separators_leave_empty_rows_that_stay_finite(llama: Any, prompt: Prompt) -> None:
-    spec = presets.preset("segment-isolation", prompt.segments, separators="isolated")
+    spec = mask_presets.preset("segment-isolation", prompt.segments, separators="isolated")
     assert np.count_nonzero(~spec.dense(len(prompt.ids)).any(axis=1)) == 3
     _, logits = run(llama, prompt, spec)
     assert all(torch.isfinite(row).all() for row in logits)
 
 
-def hidden_states(model: Any, prompt: Prompt, spec: presets.MaskSpec) -> list[torch.Tensor]:
+def hidden_states(model: Any, prompt: Prompt, spec: mask_presets.MaskSpec) -> list[torch.Tensor]:
     with FlexPatch(model, source(spec)), torch.no_grad():
         out = model(
             input_ids=torch.tensor([prompt.ids]),
@@ -135,7 +135,7 @@ def test_changing_one_paraphrase_leaves_the_others_bit_equal(llama: Any, name: s
     before = compose_prompt(make_pieces(), max_new_tokens=1)
     changed = (ids(7, 1), ids(5, 77), ids(8, 3))
     after = compose_prompt(make_pieces(paraphrases=changed), max_new_tokens=1)
-    spec = presets.preset(name, before.segments)
+    spec = mask_presets.preset(name, before.segments)
     a, b = hidden_states(llama, before, spec), hidden_states(llama, after, spec)
     second = [s for s in before.segments if s.label in ("paraphrase 2", "separator 2")]
     moved = np.zeros(len(before.ids), bool)
@@ -160,7 +160,7 @@ def test_compiled_generation_equals_uncompiled_and_reports_compilation(
 ) -> None:
     monkeypatch.setattr(flex_patch, "_compiled_calls", {})
     prompt = compose_prompt(make_pieces(paraphrases=(ids(90, 1), ids(120, 2))), max_new_tokens=NEW)
-    spec = presets.preset("segment-isolation", prompt.segments)
+    spec = mask_presets.preset("segment-isolation", prompt.segments)
     _, expected = run(llama, prompt, spec)
     logits: list[torch.Tensor] = []
     compiled_kinds: list[str] = []
@@ -199,7 +199,7 @@ def test_the_executed_formula_is_that_of_the_compiled_kernel() -> None:
 
 
 def test_sampling_is_seeded_and_goes_through_the_processors(llama: Any, prompt: Prompt) -> None:
-    spec = presets.causal()
+    spec = mask_presets.causal()
     warm = SamplingOptions(do_sample=True, temperature=1.5, top_k=3)
     first, _ = run(llama, prompt, spec, sampling=warm, seed=1)
     again, _ = run(llama, prompt, spec, sampling=warm, seed=1)
@@ -215,7 +215,7 @@ def test_sampled_scores_leave_only_top_k_tokens_open(llama: Any, prompt: Prompt)
         assert choice.scores is not None
         seen.append(choice.scores)
 
-    with FlexPatch(llama, source(presets.causal())):
+    with FlexPatch(llama, source(mask_presets.causal())):
         options = SamplingOptions(True, temperature=0.7, top_k=5, top_p=0.999)
         generate(llama, prompt, max_new_tokens=3, sampling=options, on_choice=keep)
     assert all(int(torch.isfinite(row).sum()) <= 5 for row in seen)
@@ -223,8 +223,8 @@ def test_sampled_scores_leave_only_top_k_tokens_open(llama: Any, prompt: Prompt)
 
 def test_generation_ends_at_eos(prompt: Prompt) -> None:
     model = make_model("llama")
-    tokens, _ = run(model, prompt, presets.causal())
-    with FlexPatch(model, source(presets.causal())):
+    tokens, _ = run(model, prompt, mask_presets.causal())
+    with FlexPatch(model, source(mask_presets.causal())):
         out = generate(model, prompt, max_new_tokens=NEW, eos_ids=(tokens[2],))
         assert generate(model, prompt, max_new_tokens=0) == GenerationResult((), "length")
     assert out.stop_reason == "eos"

@@ -16,9 +16,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flexinspect.core.errors import DatasetError, MaskError
 from flexinspect.inputs import datasets
-from flexinspect.masks import key_blocks, presets
+from flexinspect.masks import key_blocks, mask_presets
 from flexinspect.masks.key_blocks import BLOCK_SIZE, block_tables
-from flexinspect.masks.presets import MaskSpec, causal
+from flexinspect.masks.mask_presets import MaskSpec, causal
 from flexinspect_hooks.ensemble.ensemble_run import load_mask_mod
 from flexinspect_hooks.generation.mask_source import (
     ForwardWindow,
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 def specs(draw: st.DrawFn) -> MaskSpec:
     """Any mask spec in normal form over a few dozen positions."""
     starts = sorted(draw(st.sets(st.integers(1, 40), max_size=6)) | {0})
-    low = [draw(st.one_of(st.integers(0, 40), st.just(presets.UNREACHABLE))) for _ in starts]
+    low = [draw(st.one_of(st.integers(0, 40), st.just(mask_presets.UNREACHABLE))) for _ in starts]
     head = [draw(st.integers(0, 40)) for _ in starts]
     return MaskSpec("any", tuple(starts), tuple(head), tuple(low))
 
@@ -108,7 +108,7 @@ def test_the_tables_of_one_row_equal_those_made_from_its_cells(spec: MaskSpec, q
         "wide",
         tuple(8 * s for s in spec.starts),
         tuple(8 * h for h in spec.prefix_stops),
-        tuple(min(8 * low, presets.UNREACHABLE) for low in spec.local_starts),
+        tuple(min(8 * low, mask_presets.UNREACHABLE) for low in spec.local_starts),
     )
     q_idx *= 8
     mine = key_blocks.row_block_tables(wide, q_idx, q_idx + 1)

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from flexinspect.core.errors import AttentionCallError, MaskError, ModelError
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.records.prompt import Prompt
 from flexinspect_hooks.generation import flex_patch
 from flexinspect_hooks.generation.decoding import generate
@@ -23,8 +23,8 @@ from flexinspect_hooks.generation.mask_source import SpecMaskSource
 CPU = torch.device("cpu")
 
 
-def source(spec: presets.MaskSpec | None = None) -> SpecMaskSource:
-    return SpecMaskSource(spec or presets.causal(), length=128, device=CPU, compiled=False)
+def source(spec: mask_presets.MaskSpec | None = None) -> SpecMaskSource:
+    return SpecMaskSource(spec or mask_presets.causal(), length=128, device=CPU, compiled=False)
 
 
 def state(model: Any) -> tuple[Any, ...]:
@@ -57,7 +57,7 @@ def test_a_patch_restores_the_model_after_an_exception(llama: Any, prompt: Promp
 
 def test_nested_patches_restore_in_order(llama: Any, prompt: Prompt) -> None:
     input_ids = torch.tensor([prompt.ids])
-    spec = presets.preset("segment-isolation", prompt.segments)
+    spec = mask_presets.preset("segment-isolation", prompt.segments)
     before = state(llama)
     with torch.no_grad(), FlexPatch(llama, source(spec)):
         isolated = llama(input_ids).logits

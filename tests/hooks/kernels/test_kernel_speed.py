@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flexinspect.inputs.kernel_configs import config_from
-from flexinspect_hooks.kernels import speed
+from flexinspect_hooks.kernels import speed_sampling
 from flexinspect_hooks.kernels.builtin_kernels import built_in
 from flexinspect_hooks.kernels.calling import call_kernel
 from flexinspect_hooks.kernels.inputs import make_problem
@@ -46,10 +46,10 @@ def test_on_cuda_each_call_is_timed_alone_after_the_cache_was_overwritten(
         synchronize=lambda: log.append("wait"),
         device=torch.device,
     )
-    monkeypatch.setattr(speed.torch, "cuda", fake)
-    monkeypatch.setattr(speed.torch, "empty", empty)
-    monkeypatch.setattr(speed, "_event", lambda: FakeEvent(log))
-    time_calls = speed._cuda_timer(lambda: log.append("call"), CPU)
+    monkeypatch.setattr(speed_sampling.torch, "cuda", fake)
+    monkeypatch.setattr(speed_sampling.torch, "empty", empty)
+    monkeypatch.setattr(speed_sampling, "_event", lambda: FakeEvent(log))
+    time_calls = speed_sampling._cuda_timer(lambda: log.append("call"), CPU)
     assert time_calls(2) == 2.0  # the call and the second event
     assert log == ["wait", "flush", "event", "call", "event", "wait"] * 2
     assert sizes == [400_000_000]

@@ -13,7 +13,7 @@ import torch
 from support.dense_reference import attention_row
 from support.tiny import make_model, make_pieces
 
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.panels.attention.attention_data import (
     AttentionData,
     AttentionOptions,
@@ -36,7 +36,7 @@ NEW = 5
 
 def record(path: Path, model: Any, prompt: Prompt, *, patch: bool = True) -> Source:
     """Generate under segment isolation (or the model's own mask) and return the trace."""
-    spec = presets.preset("segment-isolation", prompt.segments)
+    spec = mask_presets.preset("segment-isolation", prompt.segments)
     source = SpecMaskSource(spec, length=128, device=CPU, compiled=False)
     with TraceWriter.create(path, {"model": "tiny"}) as writer:
         session = CaptureSession(model, writer, level="extreme")
@@ -93,7 +93,7 @@ def test_rows_of_every_step_layer_and_head_equal_the_reference(
     tmp_path: Path, wide_prompt: Prompt, family: str
 ) -> None:
     source = record(tmp_path / "a.flextrace", make_model(family), wide_prompt)
-    spec = presets.preset("segment-isolation", wide_prompt.segments)
+    spec = mask_presets.preset("segment-isolation", wide_prompt.segments)
     for step in (0, 1, NEW - 1):
         q_idx = len(wide_prompt.ids) + step - 1
         cells = spec.dense(1, q_idx + 1, q_offset=q_idx)
@@ -113,7 +113,7 @@ def test_rows_of_every_step_layer_and_head_equal_the_reference(
 
 def test_every_row_of_the_prefill_equals_the_reference(tmp_path: Path, wide_prompt: Prompt) -> None:
     source = record(tmp_path / "a.flextrace", make_model("llama"), wide_prompt)
-    spec = presets.preset("segment-isolation", wide_prompt.segments)
+    spec = mask_presets.preset("segment-isolation", wide_prompt.segments)
     n = len(wide_prompt.ids)
     for q_idx in range(n - 1):
         cells = spec.dense(1, n, q_offset=q_idx)

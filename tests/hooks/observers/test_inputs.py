@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import flexinspect
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.records.prompt import Prompt
 from flexinspect.records.step import (
     GenerationEnd,
@@ -232,7 +232,7 @@ def test_no_model_is_kept_alive() -> None:
 
 
 def test_inputs_of_the_built_in_generation_are_recorded_too(llama: Any, prompt: Prompt) -> None:
-    spec, n = presets.preset("segment-isolation", prompt.segments), len(prompt.ids)
+    spec, n = mask_presets.preset("segment-isolation", prompt.segments), len(prompt.ids)
     source = SpecMaskSource(spec, length=128, device=torch.device("cpu"), compiled=False)
     sink = Steps()
     with CaptureSession(llama, sink, hooks=[InputsHook()]) as session:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 from flexinspect.core.errors import AttentionCallError, MaskError
-from flexinspect.masks import key_blocks, presets
+from flexinspect.masks import key_blocks, mask_presets
 from flexinspect.records.prompt import Prompt, compose_prompt
 from flexinspect.records.step import (
     CallRecord,
@@ -260,7 +260,7 @@ def test_presets_are_not_evaluated_by_head(
 ) -> None:
     monkeypatch.setattr(mask_capture, "head_groups", None)
     monkeypatch.setattr(mask_source, "head_groups", None)
-    spec = presets.preset("segment-isolation", prompt.segments)
+    spec = mask_presets.preset("segment-isolation", prompt.segments)
     sink, _ = capture(llama, prompt, SpecMaskSource(spec, length=128, device=CPU, compiled=False))
     assert worst_gate(sink) < 1e-4
 
@@ -621,7 +621,7 @@ def test_a_call_records_its_soft_cap(prompt: Prompt, patch: bool) -> None:
     sink = MemorySink()
     model = make_model("gemma2", attn_logit_softcapping=7.0)
     session = CaptureSession(model, sink, level="basic")
-    source = SpecMaskSource(presets.causal(), length=128, device=CPU, compiled=False)
+    source = SpecMaskSource(mask_presets.causal(), length=128, device=CPU, compiled=False)
     with torch.no_grad(), session:
         session.begin_generation(GenerationRecord(0, "s", "m", "contiguous", prompt.segments, ()))
         with FlexPatch(model, source) if patch else nullcontext():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
 
 import flexinspect
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.masks.mask_mod_evaluation import Evaluation, SourceText, evaluate
 from flexinspect.trace.queries import source_texts
 from flexinspect.trace.reader import open_trace
@@ -93,7 +93,7 @@ def documents(offset: int) -> MaskMod:
     return mask_mod
 
 
-SPEC = presets.MaskSpec("three", (0, 4, 7), (0, 1, 0), (0, 4, 0))
+SPEC = mask_presets.MaskSpec("three", (0, 4, 7), (0, 1, 0), (0, 4, 0))
 PRESET = arithmetic_mask_mod(SPEC, ForwardWindow(N, N, 0))
 # Two lambdas in one line: the recorded one is the second.
 LAMBDAS = (lambda b, h, q, k: q < k, lambda b, h, q, k: torch.where(q >= k, SEGMENT[q] == 2, False))

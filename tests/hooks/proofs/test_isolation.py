@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import flexinspect
 from flexinspect.analysis.proof_results import Proof
 from flexinspect.core.errors import UsageError
-from flexinspect.masks.presets import MaskSpec
+from flexinspect.masks.mask_presets import MaskSpec
 from flexinspect.records.finding import Severity
 
 LEAK, ISOLATED = "proof.leak", "proof.isolated"

@@ -20,7 +20,7 @@ from support.tiny import make_model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flexinspect.core.errors import TraceWriteError, UsageError
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.records.finding import Finding
 from flexinspect.records.job import SamplingOptions
 from flexinspect.records.prompt import Prompt
@@ -92,7 +92,7 @@ def capture(
     prompt: Prompt,
     *,
     level: str = "advanced",
-    spec: presets.MaskSpec | None = None,
+    spec: mask_presets.MaskSpec | None = None,
     hooks: Sequence[Any] | None = None,
     layers: Sequence[int] | None = None,
     sampling: SamplingOptions | None = None,
@@ -100,7 +100,7 @@ def capture(
     compiled: bool = False,
 ) -> tuple[MemorySink, list[torch.Tensor]]:
     sink, logits = MemorySink(), []
-    spec = spec or presets.preset("segment-isolation", prompt.segments)
+    spec = spec or mask_presets.preset("segment-isolation", prompt.segments)
     source = SpecMaskSource(spec, length=128, device=CPU, compiled=compiled)
     session = CaptureSession(model, sink, level=level, hooks=hooks, layers=layers)
     options: dict[str, Any] = {"max_new_tokens": NEW, "sampling": sampling}
@@ -119,7 +119,7 @@ def capture(
 def test_outputs_are_bit_equal_with_and_without_capture(
     llama: Any, prompt: Prompt, level: str
 ) -> None:
-    spec = presets.preset("segment-isolation", prompt.segments)
+    spec = mask_presets.preset("segment-isolation", prompt.segments)
     plain: list[torch.Tensor] = []
     with FlexPatch(llama, SpecMaskSource(spec, length=128, device=CPU, compiled=False)):
         generate(
@@ -182,7 +182,7 @@ def test_steps_have_phase_lengths_token_and_path(llama: Any, prompt: Prompt) -> 
 def test_the_executed_mask_equals_the_mask_mod_and_is_stored_once(
     llama: Any, prompt: Prompt
 ) -> None:
-    spec = presets.preset("segment-isolation", prompt.segments)
+    spec = mask_presets.preset("segment-isolation", prompt.segments)
     sink, _ = capture(llama, prompt, spec=spec)
     first = sink.steps[0].masks
     assert len(first) == 1
@@ -230,7 +230,7 @@ def test_other_backends_are_recorded_and_checked_by_their_output(
     mask = sink.steps[0].masks[0]
     assert mask.kind == ("none, causal" if backend == "sdpa" else "float")
     assert mask.cells is not None
-    assert (mask.cells[0] == presets.causal().dense(len(prompt.ids))).all()
+    assert (mask.cells[0] == mask_presets.causal().dense(len(prompt.ids))).all()
 
 
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler")
@@ -357,7 +357,7 @@ def test_keys_of_another_model_may_be_deferred_while_the_limit_is_checked() -> N
 def test_segment_attention_equals_the_reference_row_summed_by_segment(
     llama: Any, prompt: Prompt, held: list[int]
 ) -> None:
-    spec = presets.preset("shared-prefix", prompt.segments)
+    spec = mask_presets.preset("shared-prefix", prompt.segments)
     sink, _ = capture(llama, prompt, level="extreme", spec=spec)
     for layer in range(3):
         keys = np.concatenate([array_of(s, "k", layer) for s in sink.steps], axis=1)

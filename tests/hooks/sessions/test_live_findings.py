@@ -18,7 +18,7 @@ from flexinspect.core import plugins
 from flexinspect.inputs import model_names
 from flexinspect.inputs.config import load_config
 from flexinspect.inputs.datasets import load as load_samples
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.job import Job
 from flexinspect.records.prompt import Prompt
@@ -55,7 +55,7 @@ def record_run(
     on_step: Callable[[int], None] = lambda step: None,
 ) -> list[str]:
     """Generate into a trace; returns the texts of events "rule-disabled"."""
-    spec = presets.preset("segment-isolation", prompt.segments)
+    spec = mask_presets.preset("segment-isolation", prompt.segments)
     source = source or SpecMaskSource(spec, length=128, device=CPU, compiled=False)
     record = GenerationRecord(
         0, "s", source.name, "contiguous", prompt.segments, _tokens(prompt), (), declared or {}
@@ -124,7 +124,7 @@ def test_a_correct_run_of_the_demo_has_no_findings(out: Path, level: str) -> Non
         assert all(reader.n_steps(row.generation) >= 2 for row in reader.generations())
 
 
-@pytest.mark.parametrize("mask", sorted(presets.PRESETS))
+@pytest.mark.parametrize("mask", sorted(mask_presets.PRESETS))
 def test_no_preset_causes_a_finding_on_the_demo(out: Path, mask: str) -> None:
     assert run_demo(out, mask=mask) == []
 

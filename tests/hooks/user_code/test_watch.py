@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import flexinspect
 from flexinspect import FlexInspectError
 from flexinspect.core.errors import UsageError
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.records.step import UNKNOWN
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect_hooks.sessions import capture_session
@@ -693,7 +693,7 @@ def test_an_id_is_not_found_in_the_digits_of_others(llama: Any, out: Path) -> No
 
 
 def test_a_mask_spec_may_be_declared_instead_of_a_preset(llama: Any, out: Path) -> None:
-    spec = presets.MaskSpec("mine", (0, 4), (0, 0), (0, 4))
+    spec = mask_presets.MaskSpec("mine", (0, 4), (0, 0), (0, 4))
     with flexinspect.watch(llama, out=out, mask=spec) as trace:
         llama(prompt_of())
     with trace.reader() as reader:

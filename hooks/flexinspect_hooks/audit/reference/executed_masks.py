@@ -9,7 +9,7 @@ import torch
 from msgspec import Struct, field
 from torch import Tensor
 
-from flexinspect.masks import presets
+from flexinspect.masks import mask_presets
 from flexinspect.records.step import OWN_FUNCTION
 from flexinspect.rules.masks.mask_findings import find_empty_rows
 from flexinspect.trace.reader import TraceReader
@@ -119,7 +119,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 def _declared(reader: TraceReader, generation: int, columns: Any) -> Any:
     facts = reader.generation(generation).declared
-    spec = presets.declared_spec(facts)
+    spec = mask_presets.declared_spec(facts)
     if spec is None:
         return None
     n = int(columns[-1]) + 1
@@ -128,7 +128,7 @@ def _declared(reader: TraceReader, generation: int, columns: Any) -> Any:
 
 def _free_keys(reader: TraceReader, generation: int, columns: Any) -> Any:
     """Return which keys the program may open or close: of rows that are declared to be empty."""
-    spec = presets.declared_spec(reader.generation(generation).declared)
+    spec = mask_presets.declared_spec(reader.generation(generation).declared)
     assert spec is not None
     return find_empty_rows(spec, int(columns[-1]) + 1)[columns]
 

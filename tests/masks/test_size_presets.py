@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexinspect.core.errors import UsageError
-from flexinspect.masks.mask_config import (
+from flexinspect.masks.size_presets import (
     PRESET_CONFIGS,
     MaskConfig,
     changed_config,
