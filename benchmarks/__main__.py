@@ -25,6 +25,7 @@ from benchmarks import (
     lab,
     masks,
     own,
+    parts,
     peers,
     rewind,
     rules,
@@ -50,6 +51,7 @@ CASES: dict[str, Callable[[Any, argparse.Namespace], dict[str, Any]]] = {
     "capture-compiled": lambda model, a: capture.measure(model, a.seconds, a.tokens, compiled=True),
     "own": lambda model, a: own.measure(model, a.seconds, a.tokens),
     "own-steps": lambda model, a: own.measure_steps(model, a.seconds, a.tokens),
+    "parts": lambda model, a: parts.measure(model, a.seconds),
     "peers": lambda model, a: peers.measure(model, a.seconds, a.tokens),
     "floor": lambda model, a: floor.measure(model, a.seconds, a.tokens),
     "writing": lambda model, _: writing.measure(model),
@@ -59,6 +61,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "capture-compiled": capture.table,
     "own": capture.table,
     "own-steps": own.steps_table,
+    "parts": parts.table,
     "peers": peers.table,
 }
 WITHOUT_MODEL: dict[str, Callable[[], Any]] = {

@@ -21,6 +21,7 @@ from benchmarks import (
     growth,
     lab,
     own,
+    parts,
     peers,
     scale,
     training,
@@ -283,6 +284,16 @@ QUESTIONS: Sequence[Question] = (
         own.steps_table,
     ),
     Question(
+        "Which parts of `flexinspect.watch` cost what?",
+        "What a decode step takes more, with one torch thread, in blocks of 16 steps of a bare and "
+        "of a recorded copy of the model in turns (mean and standard error). *Hooks in the layers "
+        "alone*: what they keep is dropped. *Steps without any hook*: steps are found, numbered "
+        "and stored empty. *The smallest recorder* is that of the question after the next.",
+        "parts --threads 1",
+        "parts-1-threads",
+        parts.table,
+    ),
+    Question(
         "What do other libraries cost on the same generation?",
         "transformers' own greedy `generate`, 32 tokens, bare and under each recorder in one run. "
         "The whole block is timed, with the opening and closing of the trace. The other libraries "
@@ -294,8 +305,9 @@ QUESTIONS: Sequence[Question] = (
     ),
     Question(
         "What would the smallest recorder cost?",
-        "A hook per layer that keeps a reference, a copy of the newest logits, and a thread that "
-        "writes the ten best tokens, entropy and time into SQLite.",
+        "References to the output and the attention call of each layer, a copy of the newest "
+        "logits, and a thread that writes the shapes of the calls, the ten best tokens, entropy "
+        "and time into SQLite.",
         "floor",
         "floor",
         floor_table,

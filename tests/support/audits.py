@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,11 @@ from flexinspect_hooks.audit.session_audit import AuditBudget, audit_session
 from flexinspect_hooks.capture.new_trace import create_trace
 from flexinspect_hooks.changed_weights.made_weights import MadeWeights
 from flexinspect_hooks.loading.tokenizers import IdAdapter
-from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt
+from flexinspect_hooks.user_code.generation_builder import (
+    DeclaredPrompt,
+    SegmentArgument,
+    parse_segments,
+)
 from flexinspect_hooks.user_code.watch_session import WatchSession
 from support.tiny import ids
 
@@ -35,10 +39,12 @@ def make_audit(folder: Path) -> Audit:
         after: Callable[[], object] = lambda: None,
         made: MadeWeights | None = None,
         kinds: str = "audit.",
+        segments: Sequence[SegmentArgument] = (),
     ) -> tuple[list[Verdict], list[Finding], list[str]]:
         path = folder / "t.flextrace"
         writer = create_trace(path, (), "advanced", None)
-        session = WatchSession(model, writer, DeclaredPrompt(IdAdapter()), level="advanced")
+        prompt = DeclaredPrompt(IdAdapter(), parse_segments(segments or None))
+        session = WatchSession(model, writer, prompt, level="advanced")
         store = session.context.evidence = EvidenceStore()
         store.weights.find_model = lambda: model
         if made is not None:

@@ -38,6 +38,7 @@ from flexinspect.rules.text.sampled_otherwise import SAMPLED_EVENT, SCORES_EVENT
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.failure_facts import failure_facts
+from flexinspect_hooks.capture.hook import Hook
 from flexinspect_hooks.capture.model_layers import has_own_attention
 from flexinspect_hooks.capture.recorder import FinishedStep, Recorder
 from flexinspect_hooks.capture.step_clock import StepContext, cached_length, off_cpu_s, query_length
@@ -96,6 +97,7 @@ class WatchSession(CaptureSession):
         layers: Sequence[int] | None = None,
         select: Sequence[str] = (),
         recorder: Recorder | None = None,
+        hooks: Sequence[Hook] | None = None,
         generation_numbers: Iterator[int] | None = None,
         name: str = "",
     ) -> None:
@@ -107,6 +109,7 @@ class WatchSession(CaptureSession):
             layers=layers,
             select=select,
             text_of=decode,
+            hooks=hooks,
             recorder=recorder,
         )
         self.context.sees_kernels = True

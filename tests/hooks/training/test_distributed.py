@@ -147,6 +147,7 @@ def test_a_rank_is_known_from_torchrun_before_there_is_a_process_group(
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert current_rank() == Rank(3, 16, 1)
     assert rank_path(Path("x/a.flextrace"), current_rank()) == Path("x/a-rank03.flextrace")
+    assert rank_path(Path("a.flextrace"), Rank(9, 10, 1)) == Path("a-rank9.flextrace")
     own = free_path(tmp_path / "a.flextrace", "")
     own.write_text("")
     with pytest.raises(UsageError, match=r"a-rank03\.flextrace exists already"):

@@ -1,0 +1,200 @@
+"""Where the cost of `watch` is: decode steps with parts of it left out, in blocks in turns.
+
+Two copies of a model share their weights, and one of them is bare. Each decodes with a cache of its
+own, some steps of one after some of the other, so that both see the machine in the same state. What
+is compared is so close in time that the standard error of a minute is about 0.02 ms a step.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import flexinspect
+from benchmarks.common import bench_prompt, markdown
+from benchmarks.floor import Least
+from flexinspect.records.step import LEVELS
+from flexinspect_hooks.capture.hook import Hook
+from flexinspect_hooks.capture.new_trace import create_trace
+from flexinspect_hooks.capture.recorder import FinishedStep, Recorder
+from flexinspect_hooks.capture.step_clock import StepContext
+from flexinspect_hooks.loading.tokenizers import IdAdapter
+from flexinspect_hooks.observers.attention.attention_hook import AttentionHook
+from flexinspect_hooks.observers.modules_hook import ModuleHook
+from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt
+from flexinspect_hooks.user_code.watch_session import WatchSession
+
+BLOCK, UNTIMED = 16, 2
+"""Timed steps of a block, and those before, which find the caches filled by the other copy."""
+
+BLOCKS_OF_A_TEXT = 40
+"""After so many blocks both copies begin again, so that the cache stays short."""
+
+Watched = Callable[[Any, Path], AbstractContextManager[Any]]
+"""Records a model into a new file while entered."""
+
+
+class GreedyLoop:
+    """Decodes one token after the other, in blocks."""
+
+    def __init__(self, model: Any, ids: Sequence[int]) -> None:
+        self._model, self._ids = model, torch.tensor([ids])
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin again after the prompt."""
+        from transformers import DynamicCache
+
+        self._cache = DynamicCache(config=self._model.config)
+        self._step(self._ids)
+
+    def run_block(self) -> tuple[float, float]:
+        """Return wall clock and CPU of this thread, in milliseconds per step."""
+        for _ in range(UNTIMED):
+            self._step(self._token)
+        wall, cpu = time.perf_counter(), time.thread_time()
+        for _ in range(BLOCK):
+            self._step(self._token)
+        wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+        return wall / BLOCK * 1e3, cpu / BLOCK * 1e3
+
+    def _step(self, ids: torch.Tensor) -> None:
+        logits = self._model(ids, past_key_values=self._cache, use_cache=True).logits
+        self._token = logits[:, -1:].argmax(-1)
+
+
+class _OnlyInLayers(WatchSession):
+    """Records no step: its hooks in the layers run, and what they keep is dropped."""
+
+    def _on_forward_start(self, module: Any, args: Any, kwargs: Any) -> None:
+        self._drop()
+        self.context.is_open = True
+
+    def _on_forward_end(self, module: Any, args: Any, output: Any, **_: Any) -> None:
+        self.context.is_open = False
+        self._drop()
+
+    def _drop(self) -> None:
+        step = StepContext(0, 0, "decode", 1, 1, self.level)
+        for hook in self._hooks:
+            if isinstance(hook, AttentionHook | ModuleHook):
+                hook.open(step)
+
+
+class _DroppingRecorder(Recorder):
+    """A recorder whose thread drops steps: neither records, nor rules, nor SQLite."""
+
+    def _write_steps(self, items: Sequence[FinishedStep]) -> None:
+        pass
+
+
+@contextmanager
+def _session(
+    model: Any,
+    path: Path,
+    level: str,
+    kind: type[WatchSession] = WatchSession,
+    recorder: type[Recorder] = Recorder,
+    hooks: Sequence[Hook] | None = None,
+) -> Iterator[None]:
+    with closing(create_trace(path, [], level, None)) as writer:
+        thread = recorder(writer)
+        thread.start()
+        prompt = DeclaredPrompt(IdAdapter(), (), None)
+        session = kind(model, writer, prompt, level=level, recorder=thread, hooks=hooks)
+        session.prints = False
+        try:
+            with session:
+                yield
+                session.close("finished", None)
+        finally:
+            thread.stop()
+
+
+def parts_of(level: str) -> dict[str, Watched]:
+    """Return by name what is measured at a level: parts, and at last the whole."""
+    return {
+        "hooks in the layers alone": lambda m, p: _session(m, p, level, _OnlyInLayers),
+        "steps without any hook": lambda m, p: _session(m, p, level, hooks=()),
+        "a writer that does nothing": lambda m, p: _session(
+            m, p, level, recorder=_DroppingRecorder
+        ),
+        "all": lambda m, p: flexinspect.watch(m, out=p, level=level),
+    }
+
+
+def measure(model: Any, seconds: float) -> dict[str, Any]:
+    """Return what decode steps take more with each part, in milliseconds; decoding alone, too."""
+    cases: dict[tuple[str, str], Watched] = {}
+    cases["", "the smallest recorder"] = lambda m, p: Least(m, p).recording()
+    for level in LEVELS:
+        cases |= {(level, name): part for name, part in parts_of(level).items()}
+    bare: list[float] = []
+    rows = []
+    for (level, name), watched in cases.items():
+        found, alone = _measure_one(model, watched, seconds / len(cases))
+        rows.append({"level": level, "part": name, **found})
+        bare.append(alone)
+    return {"ms_without": round(statistics.median(bare), 2), "parts": rows}
+
+
+def _measure_one(model: Any, watched: Watched, seconds: float) -> tuple[dict[str, Any], float]:
+    shared = {id(one): one for one in (*model.parameters(), *model.buffers())}
+    other, ids = copy.deepcopy(model, dict(shared)), bench_prompt().ids
+    pairs: list[tuple[tuple[float, float], tuple[float, float]]] = []
+    order = random.Random(0)
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        with watched(other, Path(folder) / "parts.flextrace"):
+            loops = [GreedyLoop(model, ids), GreedyLoop(other, ids)]
+            for loop in loops:
+                loop.run_block()
+            until = time.monotonic() + seconds
+            while time.monotonic() < until or len(pairs) < 3:
+                numbers = order.sample((0, 1), 2)
+                times = {number: loops[number].run_block() for number in numbers}
+                pairs.append((times[0], times[1]))
+                if len(pairs) % BLOCKS_OF_A_TEXT == 0:
+                    for loop in loops:
+                        loop.begin()
+                        loop.run_block()
+    return {
+        "wall_ms": _difference([after[0] - before[0] for before, after in pairs]),
+        "cpu_ms": _difference([after[1] - before[1] for before, after in pairs]),
+        "blocks": len(pairs),
+    }, statistics.median(before[0] for before, _ in pairs)
+
+
+def _difference(values: Sequence[float]) -> dict[str, float]:
+    """Return the mean without the outer eighths, which stalls of the machine are in, and its error.
+
+    The error is the standard error of the mean of what is left.
+    """
+    cut = len(values) // 8
+    kept = sorted(values)[cut : len(values) - cut]
+    error = statistics.stdev(kept) / len(kept) ** 0.5 if len(kept) > 1 else 0.0
+    return {"mean": round(statistics.mean(kept), 3), "error": round(error, 3)}
+
+
+def table(facts: dict[str, Any]) -> str:
+    """Return the figures as a table in Markdown."""
+    head = ["level", "part", "ms more per step", "CPU of the model's thread, ms", "blocks"]
+    rows = [
+        [one["level"], one["part"], _cell(one["wall_ms"]), _cell(one["cpu_ms"]), str(one["blocks"])]
+        for one in facts["parts"]
+    ]
+    return f"{facts['ms_without']:.1f} ms per token without\n\n{markdown(head, rows)}"
+
+
+def _cell(found: dict[str, float]) -> str:
+    return f"{found['mean']:.2f} ± {found['error']:.2f}"

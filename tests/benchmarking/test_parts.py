@@ -1,0 +1,46 @@
+"""The benchmark that leaves out parts of capture runs, on a small model, and leaves them out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.tiny import make_model
+
+import flexinspect
+from benchmarks import parts
+from flexinspect_hooks.observers.attention.attention_hook import AttentionHook
+
+
+def test_every_part_of_every_level_has_a_row() -> None:
+    facts = parts.measure(make_model("llama", vocab_size=600), 0.0)
+    rows = parts.table(facts).splitlines()[2:]
+    names = list(parts.parts_of("basic"))
+    assert len(rows) == 2 + 1 + 3 * len(names)  # the head, the smallest recorder, three levels
+    assert all(one["blocks"] >= 3 for one in facts["parts"])
+    assert facts["ms_without"] > 0
+
+
+@pytest.mark.parametrize("name", list(parts.parts_of("basic")))
+def test_a_part_leaves_out_what_it_says(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    opened = AttentionHook.open
+
+    def note(hook: AttentionHook, step: object) -> None:
+        kept.append(len(hook._refs))
+        opened(hook, step)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(AttentionHook, "open", note)
+    model, path = make_model("llama", vocab_size=600), tmp_path / "part.flextrace"
+    with parts.parts_of("basic")[name](model, path):
+        parts.GreedyLoop(model, range(5, 25)).run_block()
+    n_layers = model.config.num_hidden_layers
+    # Only this part drops what a forward left when the next one begins.
+    assert (max(kept, default=0) == n_layers) is (name == "hooks in the layers alone")
+    with flexinspect.open_trace(path) as reader:
+        n_steps = reader.n_steps(0) if reader.generations() else 0
+        calls = reader.calls(0, 1) if n_steps else []
+    assert bool(n_steps) is (name in ("steps without any hook", "all"))
+    assert bool(calls) is (name == "all")
