@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from rich.color import Color, ColorParseError
 from textual.app import App, SystemCommand
 from textual.binding import BindingType
+from textual.driver import Driver
 from textual.filter import LineFilter
 from textual.keys import format_key
 from textual.screen import Screen
@@ -28,6 +29,7 @@ from flexinspect.drawing.theme import NoColorFilter, readable
 from flexinspect.panels.base import TracePlace
 from flexinspect.trace.file.salvage import is_repaired_copy
 from flexinspect.tui import saved_state
+from flexinspect.tui.lost_terminal import ignore_failed_writes
 from flexinspect.tui.panel_layout import start_gc
 from flexinspect.tui.panel_view import forget_theme
 from flexinspect.tui.screens.trace_screen import TraceScreen
@@ -89,6 +91,10 @@ class InspectorApp(App[None]):
         self._messages: deque[tuple[str, str]] = deque(maxlen=MAX_MESSAGES)
         self._terminal_cells = TerminalCells()
         self.animation_level = "none"  # animating a view of data only costs repaints
+
+    def get_driver_class(self) -> type[Driver]:
+        """Return the driver of this platform, which survives a terminal that is closed."""
+        return ignore_failed_writes(super().get_driver_class())
 
     def on_mount(self) -> None:
         """Restore the theme and open the job, the trace or the start screen."""
