@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from flexinspect.core.environment import is_recorder_alive
 from flexinspect.core.errors import FlexInspectError, TraceError, TraceWriteError
 from flexinspect.records.finding import Finding, Repeat
 from flexinspect.records.imported import imported_facts
-from flexinspect.records.step import EventRecord, GradientRecord, StepRecord
+from flexinspect.records.step import EventRecord, GradientRecord, StepRecord, forced_tokens
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, RuleRunner, load_rules
 from flexinspect.trace.codec import from_json, to_json
@@ -186,6 +187,8 @@ def _replay_branch(
     number, n_steps = generation.generation, 0
     streams = {stream for each in replays for stream in each.rule.streams}
     context = RuleContext(find_mask=reader.mask) if row.branch else base
+    forced = (forced_tokens(b.branch, b.fork_step, b.change) for b in reader.branches(number))
+    context.forced_tokens = frozenset(chain.from_iterable(forced))
     start = branch_start_record(reader, generation, row)
     for each in replays:
         each.start_branch(row.branch, context)

@@ -425,6 +425,16 @@ class BranchRecord(Struct, frozen=True):
     recomputed: bool = False
 
 
+def forced_tokens(
+    branch: int, fork_step: int | None, change: Mapping[str, Any]
+) -> set[tuple[int, int]]:
+    """Return branch and step of the tokens that the user chose for a branch; see `BranchRecord`."""
+    if change.get("kind") != "token" or fork_step is None:
+        return set()
+    n_tokens = len(change.get("token_ids") or (None,))
+    return {(branch, step) for step in range(fork_step, fork_step + n_tokens)}
+
+
 class GenerationEnd(Struct, frozen=True):
     """The end of a generation or of a branch: `state` is finished, interrupted or failed."""
 

@@ -53,6 +53,8 @@ class RuleContext:
         self.has_paged_keys = False  # columns of this generation's masks are slots of a pool
         self.shared_memory: dict[str, Any] = {}  # shared by the models of a run, by rule name
         self.has_custom_mask_mod = False  # a function of the user, whose intent is unknown
+        self.forced_tokens: frozenset[tuple[int, int]] = frozenset()
+        """Branch and step of tokens that the user chose, which no decoding did."""
 
     def start_generation(
         self, generation: GenerationRecord, *, is_standalone: bool = False

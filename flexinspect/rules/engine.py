@@ -188,11 +188,13 @@ class RuleRunner:
         is_standalone: bool = False,
         context: RuleContext | None = None,
         branch: int = 0,
+        forced_tokens: Iterable[tuple[int, int]] = (),
         holds: Collection[str] | None = None,
     ) -> None:
         self._branch, self._given, self._holds = branch, rules, holds
         self._is_standalone = is_standalone
         self._context = context or RuleContext()
+        self._context.forced_tokens |= {*forced_tokens}
         self._reported: set[tuple[int, int, str, str]] = set()
         self._loaded: list[Rule] | None = None
         self._step_rules: list[Rule] | None = None
@@ -229,16 +231,22 @@ class RuleRunner:
         """The streams that these rules read."""
         return frozenset(stream for rule in self._rules for stream in rule.streams)
 
-    def for_branch(self, branch: int) -> RuleRunner:
+    def for_branch(self, branch: int, forced_tokens: Iterable[tuple[int, int]]) -> RuleRunner:
         """Return a runner for a branch, with new objects of the same rules that have no state.
 
+        `forced_tokens` are branch and step of the tokens that the user chose in this generation.
         A rule that cannot be created without arguments is left out.
         """
         rules = []
         for rule in self._rules:
             with suppress(TypeError):
                 rules.append(type(rule)())
-        return RuleRunner(rules, is_standalone=self._is_standalone, branch=branch)
+        return RuleRunner(
+            rules,
+            is_standalone=self._is_standalone,
+            branch=branch,
+            forced_tokens=forced_tokens,
+        )
 
     def share_memory(self, memory: dict[str, Any]) -> None:
         """Let the rules share `memory` with the runners of other models of the run."""

@@ -24,9 +24,10 @@ from flexinspect.records.step import (
     LogitsRecord,
     StepRecord,
     TokenRecord,
+    forced_tokens,
 )
 from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import Rule
+from flexinspect.rules.engine import Rule, RuleRunner
 from flexinspect.rules.text.chosen_tokens import TextRule, TokenChoiceRule
 
 TOKENIZER = AutoTokenizer.from_pretrained(DEMO)
@@ -329,6 +330,26 @@ def look(rule: Rule, steps: Sequence[StepRecord]) -> list[Finding]:
         context.add_step(record)
         found += rule.on_step(record)
     return [*found, *rule.on_generation_end()]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_token_that_the_user_chose_for_a_branch_is_no_choice_of_the_decoding(
+    is_known: bool,
+) -> None:
+    forced = forced_tokens(1, 20, {"kind": "token", "token_id": 12})
+    assert forced == {(1, 20)}
+    runner = RuleRunner([TokenChoiceRule()]).for_branch(1, forced if is_known else ())
+    runner.on_generation_start(GenerationRecord(0, "s", "m", "contiguous", (), ()))
+    for n in range(40):
+        runner.on_step(replace(step(n, rank=2 if n == 20 else 0), branch=1))
+    found = [one.id for one in runner.on_generation_end().findings]
+    assert found == ([] if is_known else ["text.not-the-best"])
+
+
+def test_several_tokens_of_a_fork_and_no_other_changes_are_the_users() -> None:
+    assert forced_tokens(2, 5, {"kind": "token", "token_ids": [7, 8]}) == {(2, 5), (2, 6)}
+    assert forced_tokens(2, 5, {"kind": "mask"}) == set()
+    assert forced_tokens(0, None, {}) == set()
 
 
 def test_a_greedy_run_whose_scores_are_known_does_not_take_the_second(tmp_path: Path) -> None:

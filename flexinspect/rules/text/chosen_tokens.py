@@ -239,6 +239,8 @@ class TokenChoiceRule(Rule):
         logits = step.logits
         if logits is None or not logits.candidates or logits.n_nan:
             return
+        if (step.branch, step.step) in self.context.forced_tokens:
+            return
         if logits.chosen_rank != UNKNOWN:
             run, best = self._counts[step.branch], logits.candidates[0]
             is_scored = best.score == best.score

@@ -88,6 +88,7 @@ class CaptureSession:
         self._methods: dict[str, list[tuple[Hook, Callable[..., Any]]]] = {}  # until hooks change
         self._removes: list[tuple[Hook | None, Remove]] = []
         self._clock = StepClock()
+        self._forced_tokens: set[tuple[int, int]] = set()
         self._graphs = GraphCount()
         self._step: StepContext | None = None
         first = next(model.parameters(), None)
@@ -236,6 +237,7 @@ class CaptureSession:
     def begin_generation(self, record: records.GenerationRecord) -> None:
         """Start a generation; its prompt is in the trace then, so that a crash does not lose it."""
         self._clock.set_next_step(record.generation)
+        self._forced_tokens.clear()
         self.place = StepRef(record.generation)
         self.context.segments = record.segments
         self.recorder.begin_generation(record)
@@ -255,7 +257,9 @@ class CaptureSession:
         self, record: records.BranchRecord, generation: records.GenerationRecord
     ) -> None:
         """Start a branch; `generation` is its generation as of the fork: mask and tokens."""
-        self.recorder.begin_branch(record, generation, self._rule_runner.for_branch(record.branch))
+        self._forced_tokens |= records.forced_tokens(record.branch, record.fork_step, record.change)
+        rules = self._rule_runner.for_branch(record.branch, self._forced_tokens)
+        self.recorder.begin_branch(record, generation, rules)
 
     def set_next_step(self, branch: int, step: int) -> None:
         """Set which branch and step of the generation the next forward is."""
