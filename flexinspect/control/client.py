@@ -166,7 +166,8 @@ def wait_for_effect(client: ControlClient, response: CommandResponse) -> StatusR
     """Wait until a command has taken effect; return the status, None when the run has ended.
 
     A restore, fork or edit has taken effect when it is done or failed and the pause that it ends in
-    is reached. Raises `ControlError` when the capture is there and does not respond.
+    is reached, or the model is held again. Raises `ControlError` when the capture is there and does
+    not respond.
     """
     status = response.status
     while _is_pending(status, response):
@@ -188,4 +189,6 @@ def _is_pending(status: StatusResponse, response: CommandResponse) -> bool:
         and rewind.state in ("waiting", "working")
     ):
         return True
-    return bool(status.until) and status.state in ("loading", "running", "pausing")
+    # A held model generates the branch to its end, and is held again.
+    was_held = response.rewind_number is not None and response.status.state == "holding"
+    return (was_held or bool(status.until)) and status.state in ("loading", "running", "pausing")

@@ -200,6 +200,21 @@ def test_a_paused_run_can_be_forked_again_and_again_in_one_answer(tmp_path: Path
         assert len(reader.steps(1)) == 6
 
 
+def test_waiting_for_a_fork_of_a_held_run_waits_until_it_is_held_again(tmp_path: Path) -> None:
+    flags = ("--weights", "random", "--stop", "eos", "--max-new-tokens", "6", "--hold")
+    run = Run("--dataset", "demo", "--max-samples", "1", *flags, cwd=tmp_path)
+    client = run.client()
+    while client.status().state != "holding":
+        time.sleep(0.05)
+    for branch in (1, 2):
+        fork = Fork(StepRef(0, 0, 2), token_id=300 + branch)
+        status = wait_for_effect(client, client.rewind(fork))
+        assert status is not None
+        assert (status.state, status.place) == ("holding", StepRef(0, branch, 5))
+    client.continue_()
+    assert run.end()[0] == 0
+
+
 def test_a_stop_at_a_pause_ends_the_run_as_an_interrupt(held: tuple[Run, ControlClient]) -> None:
     run, client = held
     wait_for_effect(client, client.step(2))
