@@ -203,11 +203,24 @@ def _compare(args: argparse.Namespace, request: KernelRequest) -> int:
     if args.output is not None:
         _save_picture(args.output, done)
     if args.save is not None:
-        from flexinspect.analysis.kernel_baseline import save_baseline
-
-        save_baseline(args.save, done)
-        print_message(f"saved {args.save}")
+        _save_baseline(args.save, done)
     return exit_code
+
+
+def _is_compared(done: Sequence[KernelEvaluation]) -> bool:
+    """Tell whether any kernel could be compared."""
+    return any(one.status != "not compared" for one in done)
+
+
+def _save_baseline(file: Path, done: Sequence[KernelEvaluation]) -> None:
+    """Save a baseline, unless it would have no number: an earlier one may be in the file."""
+    from flexinspect.analysis.kernel_baseline import save_baseline
+
+    if not _is_compared(done):
+        print_message(f"{file} was not saved: nothing could be compared")
+        return
+    save_baseline(file, done)
+    print_message(f"saved {file}")
 
 
 def _worse(args: argparse.Namespace, done: Sequence[KernelEvaluation]) -> list[str]:
@@ -230,7 +243,7 @@ def _exit_code(
         failing = [one for one in failing if is_new_fault(baseline, one)]
     if worse or failing:
         return 1
-    return 0 if any(one.status != "not compared" for one in done) else 2
+    return 0 if _is_compared(done) else 2
 
 
 def _print(
@@ -248,7 +261,8 @@ def _print(
     if len(done) > 1:
         print_lines(summary_lines(done))
     if args.check is not None:
-        text = f"nothing got worse than {args.check}"
+        unknown = f"not checked against {args.check}: nothing could be compared"
+        text = f"nothing got worse than {args.check}" if _is_compared(done) else unknown
         print_lines(worse or [text])
 
 

@@ -42,7 +42,7 @@ examples:
   flexinspect lab --methods flex,majority --mask causal --positions reset --out lab-causal
   flexinspect lab --dataset webqa --paraphrases templates --model llama3.2_3b_it --out lab-webqa
   flexinspect lab --dataset my_data:Capitals --traces wrong --out lab-mine
-  flexinspect lab --ray local --ray-workers 2 --out lab-demo    # docs/cluster.md: many processes
+  flexinspect lab --ray local --ray-workers 2 --out lab-ray     # docs/cluster.md: many processes
   flexinspect lab lab-demo                               # print what is there
   flexinspect lab lab-1-5 --num-paraphrases 3            # the tables for three paraphrases
   flexinspect lab lab-demo --sample 7                    # one sample: whose token won

@@ -39,7 +39,7 @@ examples:
   flexinspect infer good-*.flextrace -o invariants.json
   flexinspect audit my_generation.py
   flexinspect prove isolation --model demo --dataset demo
-  flexinspect lab --max-samples 100 --num-paraphrases 1-5 --out lab-demo
+  flexinspect lab --max-samples 100 --num-paraphrases 1-5 --out lab-1-5
   flexinspect kernels --kernel my_kernel:attention --config all
   flexinspect dump run.flextrace --step 3
   flexinspect doctor

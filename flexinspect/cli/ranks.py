@@ -25,6 +25,7 @@ rank has of its own is not compared: its batch under data parallel, its heads un
 parallel."""
 
 EXAMPLES = """examples:
+  mkdir -p traces
   torchrun --nproc-per-node 2 -m flexinspect run --no-ui --out traces/run.flextrace script.py
   flexinspect ranks traces
   flexinspect ranks traces/run-rank1.flextrace --step 12

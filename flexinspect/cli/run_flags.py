@@ -149,7 +149,7 @@ def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
     layers = "the layers whose activations level extreme stores (default: all)"
     add("--layers", metavar="0,3,5-7", help=layers)
     select = "level extreme also stores the outputs of these modules, by name, class and dtype: "
-    select += "'module=layers.*.mlp op=Linear dtype=bfloat16' (may be repeated)"
+    select += "'module=mlp.* op=Linear dtype=bfloat16' (may be repeated)"
     add("--select", action="append", metavar="SELECTOR", default=[], help=select)
     add("--out", metavar="FILE", help="the trace file (default: named after the run)")
     size = "keep the trace below this, such as 500MB: less detail first, then fewer steps"

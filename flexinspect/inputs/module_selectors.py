@@ -18,7 +18,7 @@ DTYPES = (
 )
 _SHORT = {"fp32": "float32", "float": "float32", "half": "float16", "fp16": "float16"}
 _SHORT |= {"bf16": "bfloat16", "double": "float64", "fp64": "float64", "long": "int64"}
-_HINT = "Write for instance --select 'module=layers.*.mlp op=Linear dtype=bfloat16'."
+_HINT = "Write for instance --select 'module=mlp.* op=Linear dtype=bfloat16'."
 
 
 class ModuleSelector(Struct, frozen=True):
@@ -43,7 +43,7 @@ class ModuleSelector(Struct, frozen=True):
 
 
 def parse_selector(text: str) -> ModuleSelector:
-    """Parse "module=layers.*.mlp op=Linear dtype=bfloat16"; a part without "=" is a module.
+    """Parse "module=mlp.* op=Linear dtype=bfloat16"; a part without "=" is a module.
 
     Raises `UsageError` for an unknown key or dtype, a key that occurs twice, and an empty text.
     """

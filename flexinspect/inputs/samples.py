@@ -11,6 +11,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from flexinspect.core.errors import DatasetError, UsageError
+from flexinspect.core.text import plural
 
 
 class Sample(Struct, frozen=True):
@@ -89,12 +90,13 @@ def choose_paraphrases(
     has = f"The sample {sample.id} has"
     beyond = next((index for index in chosen if index >= available), None)
     if beyond is not None:
-        what = f"{has} {available} paraphrases, counted from 0, and none with index {beyond}."
+        what = f"{has} {plural(available, 'paraphrase')}, counted from 0, and none with index "
+        what += f"{beyond}."
         raise DatasetError(what, hint=f"Use --indices between 0 and {available - 1}.")
     if num_paraphrases is not None and num_paraphrases < 1:
         raise UsageError(f"--num-paraphrases {num_paraphrases} is not possible; use 1 or more.")
     if num_paraphrases is not None and num_paraphrases > len(chosen):
-        what = f"{has} {len(chosen)} paraphrases to choose from, not {num_paraphrases}."
+        what = f"{has} {plural(len(chosen), 'paraphrase')} to choose from, not {num_paraphrases}."
         hint = f"Use --num-paraphrases {len(chosen)} or less, or "
         if sample.meta.get("source") == "--prompt":
             hint += "more --prompt flags."

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -26,7 +26,7 @@ from flexinspect.cli import findings
 from flexinspect.cli.main import main
 from flexinspect.core import plugins
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.step import GenerationRecord
+from flexinspect.records.step import GenerationRecord, StepRecord
 from flexinspect.rules.numerics.nan_and_inf import NumbersRule
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace
@@ -246,12 +246,42 @@ def test_evidence_is_written_in_words() -> None:
     assert collect.format_evidence([]) == "[]"
 
 
+class Quiet(Slow):
+    """An offline rule that finds nothing."""
+
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
+        return ()
+
+
+@pytest.mark.parametrize("args", [(), ("--id", "numbers.*")])
 def test_a_clean_trace_counts_the_rules_that_ran(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    args: tuple[str, ...],
 ) -> None:
+    made = {"numbers": NumbersRule, "slow": Quiet}
+    monkeypatch.setattr(plugins, "load_all", lambda group: (made, {}))
     path = sample_trace(tmp_path / "clean.flextrace", nan_at=None)
-    assert main(["findings", str(path), "--id", "numbers.*"]) == 0
+    assert main(["findings", str(path), *args]) == 0
     assert capsys.readouterr().out == "No problems found by 2 rules; --json lists them.\n"
+
+
+def test_a_filter_that_matches_nothing_says_what_it_left_out(run: Callable[..., Ran]) -> None:
+    code, out, _ = run("--id", "masks.*", "--severity", "error")
+    assert (code, out) == (0, "No finding matches the filter. Without it: 1 error, 2 warnings.\n")
+    code, out, _ = run("--generation", "1", "--severity", "error")
+    assert (code, out) == (0, "No finding matches the filter. Without it: 1 error, 2 warnings.\n")
+
+
+def test_findings_that_the_filter_leaves_out_count_once_for_all_ranks(path: Path) -> None:
+    with open_trace(path) as reader:
+        report = collect_report(reader, FindingFilter(ids=("masks.*",)), ())
+    merged = collect.merge_reports(path.parent, {0: report, 1: report}, ())
+    assert [one.id for one in merged.left_out] == [one.id for one in report.left_out]
+    console = Console(file=io.StringIO(), width=100)
+    print_report(merged, console)
+    assert "Without it: 1 error" in console.file.getvalue()
 
 
 def test_a_clean_trace_without_a_declared_mask_says_what_was_not_checked(

@@ -104,6 +104,24 @@ def test_a_baseline_names_the_first_configuration_that_got_worse(folder: Path) -
     assert "my_kernels:right on mine got worse: it was within tolerance" in done.stdout
 
 
+def test_without_a_comparison_no_baseline_is_saved_and_none_passes(folder: Path) -> None:
+    args = ("--kernel", "my_kernels:right", "--config", "mine", "--table", "kernels.toml")
+    assert kernels(*args, "--save", "right.json", cwd=folder).returncode == 0
+    saved = json.loads((folder / "right.json").read_text("utf-8"))
+    for entry in saved["entries"]:
+        entry["status"] = "not compared"
+    (folder / "baseline.json").write_text(json.dumps(saved), "utf-8")
+    attribute = '\nright.dtypes = ("float64",)  # the configuration is in float32\n'
+    with (folder / "my_kernels.py").open("a", encoding="utf-8") as file:
+        file.write(attribute)
+    done = kernels(*args, "--check", "baseline.json", "--save", "right.json", cwd=folder)
+    assert done.returncode == 2
+    assert "not checked against baseline.json: nothing could be compared" in done.stdout
+    assert "nothing got worse" not in done.stdout
+    assert "right.json was not saved: nothing could be compared" in done.stderr
+    assert json.loads((folder / "right.json").read_text("utf-8"))["entries"][0]["errors"]
+
+
 @pytest.mark.parametrize(
     ("statuses", "code"),
     [

@@ -22,7 +22,7 @@ from flexinspect.lab.lab_result import AloneAnswer, LabResult, MethodAnswer
 from flexinspect.lab.method_comparison import MethodComparison
 from flexinspect.lab.result_store import ResultStore
 from flexinspect.lab.scoring import Lemmatizer, rule_lemmas
-from flexinspect.lab.settings import METHODS, TRACE_CHOICES, LabSettings
+from flexinspect.lab.settings import METHODS, TRACE_CHOICES, LabSettings, parse_counts
 from flexinspect.records.job import Job
 
 PAGE = (DOCS / "lab.md").read_text("utf-8")
@@ -33,6 +33,20 @@ def test_every_command_is_one_that_the_parser_takes() -> None:
     assert len(lines) == 11
     for line in lines:
         build_parser("lab").parse_args(shlex.split(line))
+
+
+def test_commands_on_stored_results_ask_for_what_was_run() -> None:
+    stored: dict[str, str] = {}
+    for line in commands(PAGE):
+        if not line.startswith("lab "):
+            continue
+        args = build_parser("lab").parse_args(shlex.split(line))
+        counts = getattr(args, "counts", None)
+        if args.results is None:
+            assert stored.setdefault(args.out, counts or "5") == (counts or "5"), line
+        else:
+            known = parse_counts(stored[args.results])
+            assert counts is None or {*parse_counts(counts)} <= {*known}, line
 
 
 def test_the_page_describes_every_method_and_choice() -> None:

@@ -9,8 +9,8 @@ from flexinspect.inputs.module_selectors import ModuleSelector, parse_selector
 
 
 def test_a_selector_has_up_to_three_parts() -> None:
-    text = "module=layers.*.mlp op=Linear dtype=bf16"
-    assert parse_selector(text) == ModuleSelector(text, "layers.*.mlp", "Linear", "bfloat16")
+    text = "module=mlp.* op=Linear dtype=bf16"
+    assert parse_selector(text) == ModuleSelector(text, "mlp.*", "Linear", "bfloat16")
     assert parse_selector("lm_head") == ModuleSelector("lm_head", "lm_head")
     assert parse_selector("dtype=torch.float32").dtype == "float32"
 

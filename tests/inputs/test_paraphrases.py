@@ -24,7 +24,7 @@ def write(path: Path, *rows: Any) -> str:
 def test_a_question_alone_names_the_ways_to_more_wordings() -> None:
     with pytest.raises(DatasetError) as raised:
         choose_paraphrases(ADA, 3)
-    assert "has 1 paraphrases to choose from, not 3" in raised.value.message
+    assert "has 1 paraphrase to choose from, not 3" in raised.value.message
     for way in ("--paraphrases templates", "FILE.jsonl", "docs/generation.md#paraphrases"):
         assert way in str(raised.value.hint)
 

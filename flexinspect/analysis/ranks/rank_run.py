@@ -16,6 +16,8 @@ from flexinspect.core.environment import command_path, is_recorder_alive
 from flexinspect.core.errors import TraceError, UsageError
 from flexinspect.core.rank_environment import RANK_SUFFIX
 from flexinspect.core.text import did_you_mean, plural
+from flexinspect.rules.attention.kernel_failures import CRASHED_EVENT, NOT_RETURNED_EVENT
+from flexinspect.rules.run_failures import ERROR_EVENT
 from flexinspect.trace.reader import TraceReader, open_trace
 
 TRACE_SUFFIX = ".flextrace"
@@ -76,7 +78,8 @@ def find_run(path: Path, name: str | None = None) -> tuple[RankRun, list[str]]:
     """
     folder = path if path.is_dir() else path.parent
     if not path.exists():
-        raise UsageError(f"There is no {path}.", hint="Name a folder with the traces of the ranks.")
+        what = f"There is no file or folder {path}."
+        raise UsageError(what, hint="Name a folder with the traces of the ranks.")
     runs, notes = find_runs(folder)
     if path != folder:
         runs = [run for run in runs if any(one.path.samefile(path) for one in run.traces)]
@@ -165,6 +168,10 @@ def _split(by_rank: Mapping[int, list[RankTrace]]) -> Iterator[tuple[RankTrace, 
         yield tuple(sorted(chosen, key=lambda one: one.rank))
 
 
+_ERROR_EVENTS = (ERROR_EVENT, CRASHED_EVENT, NOT_RETURNED_EVENT)
+"""Kinds of the events that say why a process ended: an exception, or a signal."""
+
+
 def _read_trace(reader: TraceReader) -> RankTrace | None:
     """Return the facts of a trace, None if it is not of a rank."""
     run = reader.run()
@@ -172,7 +179,7 @@ def _read_trace(reader: TraceReader) -> RankTrace | None:
     if not isinstance(rank, int) or not isinstance(size, int) or not 0 <= rank < size:
         return None
     started, local, host = (run.get(name) for name in ("started_at", "local_rank", "hostname"))
-    errors = [row.event.text for row in reader.events() if row.event.kind == "error"]
+    errors = [row.event.text for row in reader.events() if row.event.kind in _ERROR_EVENTS]
     trace = RankTrace(
         rank=rank,
         path=reader.path,

@@ -80,6 +80,7 @@ class Report(Struct, frozen=True):
     `disabled_rules` are the messages of rules that failed, `notes` remarks for the user.
     `is_undeclared` says that a mask could not be compared with the intended one. `ranks` are those
     on which each of `findings` holds, in a report on a run of several; `trace` is their folder.
+    `left_out` are the findings that the filter does not select.
     """
 
     trace: Path
@@ -92,6 +93,7 @@ class Report(Struct, frozen=True):
     notes: tuple[str, ...] = ()
     is_undeclared: bool = False
     ranks: tuple[tuple[int, ...], ...] = ()
+    left_out: tuple[Finding, ...] = ()
 
     def count(self, severity: Severity) -> int:
         """Return the number of findings of a severity."""
@@ -142,7 +144,10 @@ def collect_report(
         known = f"0 to {len(generations) - 1}" if generations else "none"
         what = f"The trace has no generation {finding_filter.generation}."
         raise UsageError(what, hint=f"It has {known}.")
-    selected = (finding for finding in reader.findings() if finding_filter.matches(finding))
+    selected: list[Finding] = []
+    left_out: list[Finding] = []
+    for finding in reader.findings():
+        (selected if finding_filter.matches(finding) else left_out).append(finding)
     findings = _sort(selected)
     # The findings panel shares this module, and needs no rules to show its first screen.
     from flexinspect.analysis.offline_rules import live_rule_names
@@ -160,6 +165,7 @@ def collect_report(
         disabled_rules=tuple(one.text for one in events if one.kind == "rule-disabled"),
         notes=tuple(notes),
         is_undeclared=is_undeclared(reader),
+        left_out=tuple(left_out),
     )
 
 
@@ -172,12 +178,11 @@ def merge_reports(trace: Path, reports: Mapping[int, Report], notes: Iterable[st
     merged: dict[tuple[object, ...], tuple[Finding, PositionTexts, list[int]]] = {}
     for rank, report in reports.items():
         for finding, texts in zip(report.findings, report.position_texts, strict=True):
-            place = (finding.generation, finding.branch, finding.step, finding.layer, finding.head)
-            key = (finding.id, finding.severity, *place)
-            merged.setdefault(key, (finding, texts, []))[2].append(rank)
+            merged.setdefault(_identity(finding), (finding, texts, []))[2].append(rank)
     by_id = {id(finding): (texts, ranks) for finding, texts, ranks in merged.values()}
     findings = _sort(finding for finding, _, _ in merged.values())
     every = [*reports.values()]
+    left_out = {_identity(finding): finding for report in every for finding in report.left_out}
     states = dict.fromkeys(report.state for report in every)
     rules = {rule.name: rule for report in every for rule in report.rules}
     return Report(
@@ -191,7 +196,14 @@ def merge_reports(trace: Path, reports: Mapping[int, Report], notes: Iterable[st
         notes=(*notes, *_notes_of_ranks(reports)),
         is_undeclared=any(report.is_undeclared for report in every),
         ranks=tuple(tuple(dict.fromkeys(by_id[id(finding)][1])) for finding in findings),
+        left_out=tuple(left_out.values()),
     )
+
+
+def _identity(finding: Finding) -> tuple[object, ...]:
+    """Return what findings of several ranks have in common if they are one."""
+    place = (finding.generation, finding.branch, finding.step, finding.layer, finding.head)
+    return (finding.id, finding.severity, *place)
 
 
 def _notes_of_ranks(reports: Mapping[int, Report]) -> Iterator[str]:

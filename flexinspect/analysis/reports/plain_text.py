@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -98,13 +99,20 @@ def _other_sentences(group: collect.ReportGroup) -> list[Text]:
 
 
 def _totals_line(report: collect.Report) -> Text:
-    counts = [
-        f"{format_thousands(n)} {severity}{'' if n == 1 else 's'}"
-        for severity in Severity
-        if (n := report.count(severity))
-    ]
-    if counts:
-        return Text(", ".join(counts), style="bold")
+    if report.findings:
+        return Text(_counts(report.findings), style="bold")
+    if report.left_out:
+        return Text(f"No finding matches the filter. Without it: {_counts(report.left_out)}.")
     if not report.rules:
         return Text("No findings: no rule ran.")
     return Text(f"No problems found by {plural(len(report.rules), 'rule')}; --json lists them.")
+
+
+def _counts(findings: Sequence[Finding]) -> str:
+    """Return "1 error, 2 notes", the number of findings of each severity, worst first."""
+    numbers = Counter(finding.severity for finding in findings)
+    return ", ".join(
+        f"{format_thousands(n)} {severity}{'' if n == 1 else 's'}"
+        for severity in Severity
+        if (n := numbers[severity])
+    )

@@ -51,7 +51,9 @@ def check_order(subject: Subject) -> Proof:
     if not swapped:
         raise UsageError(
             "No two segments have the same number of tokens, so none can be swapped in ids.",
-            hint="Name segments= of one length; `flexinspect prove order` swaps whole texts.",
+            hint="Declare at least two segments of equal length (--declare FILE, or segments= in "
+            "Python). Without a program, `flexinspect prove order --prompt … --prompt …` swaps "
+            "whole texts.",
         )
 
     def run(ids: Tensor) -> Tensor:

@@ -145,11 +145,13 @@ class LiveRanks:
             if before is None:
                 continue
             name = dict(enumerate(self._groups())).get(at, f"group {at}")
-            text = f"The ranks parted between steps {before + 1} and {step}: the weights of {name} "
+            first = before + 1
+            when = f"in step {step}" if first == step else f"between steps {first} and {step}"
+            text = f"The ranks parted {when}: the weights of {name} "
             text += f"were the same on rank {self._rank} and rank {rank} after step {before}, and "
             text += f"are not after step {step}"
             self._store = None  # later steps only follow
-            facts = {"first_step": before + 1, "ranks": [self._rank, rank], "group": name}
+            facts = {"first_step": first, "ranks": [self._rank, rank], "group": name}
             return text, {"check": "ranks-differ", "quantity": "weights", **facts}
         return None
 

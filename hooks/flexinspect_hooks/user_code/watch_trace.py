@@ -223,7 +223,7 @@ def watch(
     label) of the prompt's positions, or texts, or (text, label), which are searched in the prompt.
     `mask` is the declared mask, a preset's name or a `MaskSpec`, to compare with the executed mask.
     `layers` are those whose activations are stored at level extreme (default: all), `select` are
-    selectors of further modules, such as "module=layers.*.mlp op=Linear dtype=bfloat16".
+    selectors of further modules, such as "module=mlp.* op=Linear dtype=bfloat16".
 
     With `control` the `flexinspect ctl` command and other clients can pause the model, and change
     the level.

@@ -18,6 +18,9 @@ from flexinspect.analysis.ranks.rank_run import find_run, open_ranks
 from flexinspect.analysis.ranks.rank_text import comparison_lines, verdict_text
 from flexinspect.analysis.ranks.side_by_side import load_steps_of_ranks
 from flexinspect.core.errors import UsageError
+from flexinspect.records.step import EventRecord
+from flexinspect.rules.attention.kernel_failures import CRASHED_EVENT
+from flexinspect.trace.file.location import close_dead_trace
 
 
 def compare(folder: Path) -> RankComparison:
@@ -78,6 +81,17 @@ def test_a_rank_that_died_is_compared_up_to_its_last_step(tmp_path: Path) -> Non
     text = "\n".join(comparison_lines(found, ()))
     assert "Rank 1 stopped after step 1: its process ended without finishing the trace." in text
     assert "Rank 0 failed after step 3. RuntimeError: Connection closed by peer" in text
+
+
+def test_a_rank_that_a_signal_ended_says_so(tmp_path: Path) -> None:
+    folder = write_ranks(
+        tmp_path, {"n_steps": 4}, {"n_steps": 2, "state": "recording", "pid": 1 << 22}
+    )
+    reason = "The process was killed (SIGKILL: out of memory, or ended by hand)"
+    event = EventRecord(CRASHED_EVENT, f"{reason}; the last step is step 1.", 1.0, 0, 1, {})
+    close_dead_trace(folder / "t-rank1.flextrace", reason, 1 << 22, lambda *_: (event, ()))
+    text = "\n".join(comparison_lines(compare(folder), ()))
+    assert f"Rank 1 failed after step 1. {reason}" in text
 
 
 def test_ranks_without_a_readable_trace_are_named_and_the_others_compared(tmp_path: Path) -> None:

@@ -44,5 +44,12 @@ def test_with_restarting_positions_the_order_does_not() -> None:
 
 
 def test_segments_of_different_length_cannot_be_swapped_in_ids() -> None:
-    with pytest.raises(UsageError, match="No two segments have the same number of tokens"):
+    with pytest.raises(
+        UsageError, match="No two segments have the same number of tokens"
+    ) as caught:
         order(segments=[(1, 5, "a"), (6, 11, "b")])
+    # The command line and Python raise the same error, so the hint names what each of them can do.
+    hint = str(caught.value.hint)
+    assert "--declare FILE" in hint
+    assert "segments= in Python" in hint
+    assert "flexinspect prove order --prompt" in hint

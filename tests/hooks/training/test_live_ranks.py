@@ -118,6 +118,16 @@ def test_weights_that_are_no_longer_the_same_are_named_although_the_norms_agree(
     assert (found[1]["check"], found[1]["first_step"]) == ("ranks-differ", 41)
 
 
+def test_ranks_that_parted_in_a_known_step_are_said_to_have_parted_in_it(ranks: Ranks) -> None:
+    first, second = ranks()
+    for n, weights in ((0, [7, 8]), (1, [7, 10])):
+        first.compare(n, step(1.0), weights)
+    second.compare(0, step(1.0), [7, 8])
+    found = second.compare(1, step(1.0), [7, 11])
+    assert found is not None
+    assert found[0].startswith("The ranks parted in step 1: the weights of layers.0")
+
+
 def test_a_rank_that_was_first_reads_what_the_other_wrote_at_its_next_step(ranks: Ranks) -> None:
     first, second = ranks()
     assert first.compare(40, step(1.0)) is None
