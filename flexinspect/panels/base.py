@@ -56,8 +56,11 @@ class Request(Struct, Generic[O_co], frozen=True):
     def with_next(self, name: str, choices: Sequence[Any], current: Any = None) -> O_co:
         """Return the options with the choice of option `name` that follows, cyclically.
 
-        It follows `current`, by default the present value of the option.
+        It follows `current`, by default the present value of the option. Without another choice
+        the options stay the same.
         """
+        if len(choices) < 2:
+            return self.options
         if current is None:
             current = getattr(self.options, name)
         after = choices[(choices.index(current) + 1) % len(choices)]

@@ -102,8 +102,8 @@ class CodePanel(Panel[CodeData, CodeOptions]):
         "It shows the source text of the mask_mod that ran, with the values that it had for one "
         "cell, as far as they were recorded.",
         f"Below each line stands what it was computed from; {_MARK} marks the conditions that "
-        "opened or closed the cell. The arrow keys move to another cell, as in the mask panel, "
-        "and e opens the file.",
+        "opened or closed the cell. Shift and an arrow key move to another cell, as in the mask "
+        "panel; the arrow keys alone go to another token or layer. e opens the file.",
         "Look for an index that is off by one, and for a value that is not the one you meant.",
     )
 

@@ -17,6 +17,7 @@ from flexinspect.drawing import heatmap
 from flexinspect.drawing.plots import format_number
 from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, join_strips
 from flexinspect.drawing.theme import Theme
+from flexinspect.panels.anomaly_text import describe_producer
 from flexinspect.panels.base import (
     Help,
     Missing,
@@ -25,6 +26,7 @@ from flexinspect.panels.base import (
     Picture,
     Request,
     TracePlace,
+    import_hint,
     training_facts,
 )
 from flexinspect.panels.panel_source import Source
@@ -208,6 +210,48 @@ def _describe_range(data: LayersData) -> str:
     return f"{title}: {' to '.join(ends)}."
 
 
+_HINTS = {
+    "basic": (
+        "Level basic records only layers with NaN or Inf, in steps whose logits have some; record "
+        "with --level advanced."
+    ),
+    "training basic": (
+        "Level basic of a training names only the first module with NaN or Inf; level advanced "
+        "records all modules of such a step, level extreme those of every step."
+    ),
+    "training advanced": (
+        "Level advanced of a training records modules only in steps with NaN or Inf; record with "
+        "level extreme."
+    ),
+}
+"""What a level records of layers, where that may be nothing."""
+
+
+def _missing_statistics(source: Source, place: TracePlace, window: StepWindow) -> Missing:
+    """Return what is known of NaN and Inf without statistics, and the level that records them."""
+    is_training = training_facts(source, place.generation) is not None
+    level = str(source.reader.run().get("level") or "basic")
+    otherwise = "'flexinspect dump' shows whether the hook of the modules was disabled."
+    hint = _HINTS.get(f"training {level}" if is_training else level, otherwise)
+    found = "no layer with NaN or Inf was found."
+    if is_training:
+        found = _describe_training_origin(source, place, window)
+    reason = f"No layer statistics are recorded in {window.format_steps()}"
+    return Missing(f"{reason}; {found}", import_hint(source, hint))
+
+
+def _describe_training_origin(source: Source, place: TracePlace, window: StepWindow) -> str:
+    """Return the first origin of NaN or Inf in the steps of a training."""
+    where = (place.generation, place.branch, window.start, window.stop)
+    for number, step in source.reader.training_steps(*where).items():
+        origin = step.anomaly_origin
+        if origin is not None and origin.kind not in ("explosion", "vanishing"):
+            return f"in step {number} {describe_producer(origin)}"
+        if step.n_nonfinite or step.is_loss_anomaly:
+            return f"step {number} is the first with NaN or Inf, and its origin is not recorded."
+    return "no NaN or Inf was found."
+
+
 class LayersOptions(Struct, frozen=True):
     """`measure` colours the cells; `module` is one within the layer, "" for the layer itself."""
 
@@ -244,12 +288,7 @@ class LayersPanel(Panel[LayersData, LayersOptions]):
         cells = queries.layer_stats_range(reader, *span, statistic=measure)
         first_bad = find_first_bad(source, place, window)
         if not cells and first_bad is None:
-            is_training = training_facts(source, place.generation) is not None
-            level, lower = ("extreme", "advanced") if is_training else ("advanced", "basic")
-            raise Missing(
-                f"No layer statistics are recorded in {window.format_steps()}, and no NaN or Inf.",
-                f"Level {lower} records only layers with NaN or Inf; record with --level {level}.",
-            )
+            raise _missing_statistics(source, place, window)
         lengths = {row.step: row.q_len for row in queries.step_range(reader, *span)}
         kinds = tuple(dict.fromkeys(module_kind(cell.layer, cell.module) for cell in cells))
         wanted = (kind for kind in (request.options.module, "", *kinds) if kind in kinds)

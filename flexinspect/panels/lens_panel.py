@@ -28,7 +28,7 @@ from flexinspect.trace.reader import TraceReader
 
 MAX_ERROR = 0.05
 """Difference of log-probabilities up to which the lens is that of the model: bfloat16 rounds."""
-_TOKEN_WIDTH = 14
+_TOKEN_WIDTH, _SHARE_WIDTH, _BAR_WIDTH = 14, 8, 8
 _LEVEL_HINT = "Record it with --level extreme; --layers chooses the layers."
 
 
@@ -100,14 +100,15 @@ class LensPanel(Panel[LensData, NoOptions]):
         """Draw a line per layer: rank and bar of the chosen token, then the best tokens."""
         pen = Pen(theme, request.width)
         strips = [pen.line((_summary(data), "text" if data.is_of_the_model else "warn"))]
-        strips.append(pen.line((f"{'layer':>5} {'rank':>5} {'':8} best tokens", "muted")))
+        columns = _Columns.that_fit(request.width)
+        strips.append(pen.line((columns.heading(), "muted")))
         layers = [one.layer for one in data.layers]
         current = layers.index(request.place.layer) if request.place.layer in layers else 0
         room = max(request.height - len(strips), 0)
         shown = data.layers[visible(current, room, len(layers))]
         for one in shown:
             is_current = one.layer == request.place.layer
-            strips.append(pen.line(*_layer_spans(one, request.width, is_current=is_current)))
+            strips.append(pen.line(*_layer_spans(one, columns, is_current=is_current)))
         note = "" if data.error is None else f"check {plots.format_number(data.error)}"
 
         def target(x: int, y: int) -> Navigate | None:
@@ -186,20 +187,52 @@ def _label(text: str, token_id: int) -> str:
     return "·" + escape_unprintable(text[1:]) if text[0] == " " else escape_unprintable(text)
 
 
-def _layer_spans(one: LensRecord, width: int, *, is_current: bool) -> Sequence[NamedSpan]:
+class _Columns(Struct, frozen=True):
+    """The columns of a picture: a narrow one has no bar and no probabilities, but tokens.
+
+    `room` is the width of all tokens, `token` that of one without its probability.
+    """
+
+    has_rank: bool
+    has_bar: bool
+    has_shares: bool
+    room: int
+    token: int
+
+    @classmethod
+    def that_fit(cls, width: int) -> _Columns:
+        """Return the columns for a width in cells: at least one token, whatever else goes."""
+        layer, rank, bar = 6, 6, _BAR_WIDTH + 1
+        if width >= layer + rank + bar + _TOKEN_WIDTH + _SHARE_WIDTH:
+            return cls(True, True, True, width - layer - rank - bar, _TOKEN_WIDTH)
+        if width >= layer + rank + _TOKEN_WIDTH:
+            room = width - layer - rank
+            # Two tokens side by side say more than the end of a long one.
+            token = room // 2 - 1 if room > _TOKEN_WIDTH + 8 else _TOKEN_WIDTH
+            return cls(True, False, False, room, min(token, _TOKEN_WIDTH))
+        return cls(False, False, False, width - layer, max(min(width - layer, _TOKEN_WIDTH), 1))
+
+    def heading(self) -> str:
+        """Return the titles of the columns."""
+        rank, bar = f"{'rank':>5} " if self.has_rank else "", " " * (_BAR_WIDTH + 1)
+        return f"{'layer':>5} {rank}{bar if self.has_bar else ''}best tokens"
+
+
+def _layer_spans(one: LensRecord, columns: _Columns, *, is_current: bool) -> Sequence[NamedSpan]:
     rank, _ = _chosen_cells(one)
     known = one.chosen_rank >= 0 and one.chosen_logprob == one.chosen_logprob
-    length = plots.bar(math.exp(one.chosen_logprob), 8) if known else " " * 8
-    spans: list[NamedSpan] = [
-        (f"{one.layer:>5} ", "title" if is_current else "muted"),
-        (f"{rank:>5} ", "good" if one.chosen_rank == 0 else "text"),
-        (f"{length:<8} ", "accent"),
-    ]
-    left = width - 21
+    length = plots.bar(math.exp(one.chosen_logprob), _BAR_WIDTH) if known else " " * _BAR_WIDTH
+    spans: list[NamedSpan] = [(f"{one.layer:>5} ", "title" if is_current else "muted")]
+    if columns.has_rank:
+        spans.append((f"{rank:>5} ", "good" if one.chosen_rank == 0 else "text"))
+    if columns.has_bar:
+        spans.append((f"{length:<{_BAR_WIDTH}} ", "accent"))
+    left, each = columns.room, columns.token + (_SHARE_WIDTH if columns.has_shares else 1)
     for text, share, is_chosen in _candidates(one):
-        if left < _TOKEN_WIDTH + 8:
+        if left < each - (not columns.has_shares):
             break
-        spans.append((clip_text(text, _TOKEN_WIDTH), "chosen" if is_chosen else "text"))
-        spans.append((f"{align_right(share, 7)} ", "muted"))
-        left -= _TOKEN_WIDTH + 8
+        spans.append((clip_text(text, columns.token), "chosen" if is_chosen else "text"))
+        end = align_right(share, _SHARE_WIDTH - 1) + " " if columns.has_shares else " "
+        spans.append((end, "muted"))
+        left -= each
     return spans

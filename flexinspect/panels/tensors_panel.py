@@ -153,10 +153,12 @@ class TensorsPanel(Panel[TensorData, TensorOptions]):
         options = request.options
         if action == "view.flip":
             streams = data.streams
+            if len(streams) < 2:
+                return None
             after = streams[(streams.index(data.chosen.stream) + 1) % len(streams)]
             return TensorOptions(stream=after)
         if action == "view.measure":
-            if not data.index:
+            if not data.index or data.chosen.shape[0] < 2:
                 return None
             first = (data.index[0] + 1) % data.chosen.shape[0]
             return replace(options, index=",".join(map(str, (first, *data.index[1:]))))

@@ -13,12 +13,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 from textual.strip import Strip
 
-from flexinspect.core.text import escape_unprintable, format_ranges, plural
+from flexinspect.core.text import escape_unprintable, format_ranges
 from flexinspect.drawing.heatmap import CIVIDIS_MISSING, boxes, quantise
 from flexinspect.drawing.plots import finite_bounds, format_number
 from flexinspect.drawing.text_lines import Pen, clip_text, join_blocks
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels import base, timeline
+from flexinspect.panels.anomaly_text import describe_producer
 from flexinspect.panels.base import NoOptions, Picture, Request
 from flexinspect.panels.panel_source import Source
 from flexinspect.records import training_step
@@ -206,28 +207,6 @@ def _format_norm(step: training_step.TrainingStepRecord) -> str:
 def _describe_problem(data: TrainingData) -> str:
     producer = data.step.anomaly_origin
     return f"Step {data.window.current}: {describe_producer(producer)}" if producer else ""
-
-
-def describe_producer(producer: training_step.AnomalyOrigin) -> str:
-    """Return one line on where the anomaly of a step began."""
-    name, detail = escape_unprintable(producer.name), escape_unprintable(producer.detail)
-    module = f"{name} ({escape_unprintable(producer.module)})" if producer.module else name
-    output = f"the output of {module} is the first with NaN or Inf."
-    if producer.name == training_step.MODEL_OUTPUT:
-        owner = f"{escape_unprintable(producer.module) or 'the model'}'s own forward"
-        output = f"{owner} made the first NaN or Inf; the outputs of its modules were finite."
-    texts = {
-        "input": "the batch has NaN or Inf.",
-        "weights": f"the weights {name} have NaN or Inf.",
-        "module": output,
-        "loss": "the loss produces NaN or Inf.",
-        "backward": f"the gradient of {name} is the first with NaN or Inf.",
-        "explosion": f"the gradient of {name} explodes ({detail}).",
-        "vanishing": f"the gradient of {name} vanishes ({detail}).",
-    }
-    others = plural(producer.n_affected, "other")
-    inherited = f" {others} only propagate it." if producer.n_affected else ""
-    return texts.get(producer.kind, f"{escape_unprintable(producer.kind)} {name}.") + inherited
 
 
 def rate_curves(points: Mapping[int, CurvePoint]) -> list[tuple[str, Curve]]:

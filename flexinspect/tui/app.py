@@ -165,8 +165,8 @@ class InspectorApp(App[None]):
         self._open_target(path)
 
     def leave_trace(self) -> None:
-        """Close the screen of a trace: go back to the ranks that it is one of, or quit."""
-        if self._ranks is None:
+        """Close the screen of a trace: go back to the runs that it is one of, or quit."""
+        if self._ranks is None and self._compare is None:
             self.exit()
             return
         self.pop_screen()

@@ -153,7 +153,7 @@ class BranchCommands:
             return
         rows = await call_in_thread(app, lambda: reader.branches(place.generation))
         if not rows or len(rows) < 2:
-            app.notify(f"This generation has one branch; {app.keys_of('travel.fork')} forks it.")
+            app.notify(f"This generation has one branch; {self._fork_advice('forks it')}.")
             return
         options = [(str(row.branch), format_branch(row, place.branch)) for row in rows]
         answer = await ask_choice(app, "Show a branch", options)
@@ -161,6 +161,12 @@ class BranchCommands:
             branch = Navigate(generation=place.generation, branch=int(answer))
             self._navigation.navigate(branch)
             self._navigation.navigate(Navigate(step=place.step))
+
+    def _fork_advice(self, effect: str) -> str:
+        """Return the key that forks and its effect, or how to record a trace that can be forked."""
+        if self._screen.status.live:
+            return f"{self._screen.app.keys_of('travel.fork')} {effect}"
+        return "this run has ended, and only one in progress can be forked (flexinspect run --hold)"
 
     def compare_branch(self) -> None:
         """Show the branch, or the last fork of it or of the trace, beside its parent."""
@@ -172,8 +178,8 @@ class BranchCommands:
         forks = own or [row for row in rows if row.parent == place.branch]
         row = forks[-1] if forks else source.reader.newest_fork()
         if row is None:
-            fork = app.keys_of("travel.fork")
-            app.notify(f"There is no fork to compare with; {fork} tries another token.")
+            advice = self._fork_advice("tries another token")
+            app.notify(f"There is no fork to compare with; {advice}.")
             return
         from flexinspect.tui.comparison_data import Side
         from flexinspect.tui.screens.compare_screen import CompareScreen

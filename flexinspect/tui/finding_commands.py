@@ -81,7 +81,7 @@ class FindingCommands:
             reader = self._session.reader
             texts = collect.read_position_texts(reader, finding) if reader is not None else ()
             title = f"{capitalize(finding.severity)}: {finding.id}"
-            window = TextScreen(title, read_paragraphs(finding, texts), keys)
+            window = TextScreen(title, read_paragraphs(finding, texts), keys, ("n next finding",))
             answer = await app.push_screen_wait(window)
             if answer is None:
                 return

@@ -36,7 +36,7 @@ STEPS = (
     TourStep(
         "finding.read",
         "✖ below a token: a link to the current token that should be closed. □: one that should be "
-        "open. Press {keys} to read all of the finding, then Escape.",
+        "open. Press {keys} to read all of the finding.",
     ),
     TourStep(
         "view.flip",
@@ -53,6 +53,9 @@ STEPS = (
     ),
 )
 
+IN_WINDOW = "Press {escape} to close this window; then the tour goes on."
+"""Shown while a window is open, which takes the keys; a second line would be covered by it."""
+
 END = "This was the tour. 'flexinspect museum' has more faults to find; {quit} quits."
 
 
@@ -66,6 +69,7 @@ class TourLine(Static):
         self._keys_of = keys_of
         self.position = 0
         """The number of steps that were done."""
+        self._is_covered = False
 
     def on_mount(self) -> None:
         self._show_step()
@@ -76,7 +80,17 @@ class TourLine(Static):
             self.position += 1
             self._show_step()
 
+    def cover(self, *, is_covered: bool) -> None:
+        """Say how to close a window that has opened over the trace; afterwards show the step."""
+        if is_covered != self._is_covered:
+            self._is_covered = is_covered
+            self._show_step()
+
     def _show_step(self) -> None:
+        if self._is_covered:
+            before, _, after = IN_WINDOW.partition("{escape}")
+            self.update(Content.assemble(before, (" esc ", "reverse bold"), after))
+            return
         if self.position == len(STEPS):
             self.update(Content(END.format(quit=self._keys_of("app.quit"))))
             return

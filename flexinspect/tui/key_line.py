@@ -15,7 +15,8 @@ from flexinspect.tui.trace_session import CaptureStatus, RunStatus
 
 LAST_ACTIONS = ("app.palette", "app.help", "app.quit")
 """Shown at the right end in every state."""
-_PANEL_ACTIONS = ("view.flip", "view.measure", "zoom.in")
+PANEL_ACTIONS = ("view.flip", "view.measure", "zoom.in")
+"""Actions of the focused panel that are shown where they have an effect."""
 _MOVES = (
     *("step.next", "finding.next", "finding.read", "tokens.xray", "tokens.search"),
     *("panel.next", "panel.maximize"),
@@ -32,8 +33,14 @@ def actions_to_show(
     *,
     generation: int,
     following: bool,
+    has_finding: bool = True,
+    has_effect: Callable[[str], bool] = lambda _: True,
 ) -> Iterator[str]:
-    """Yield the ids of the actions that help most now, the most helpful first."""
+    """Yield the ids of the actions that help most now, the most helpful first.
+
+    `has_finding` is whether the trace has a finding, and `has_effect` tells whether an action of
+    the panel changes what it shows now.
+    """
     follow = () if following else ("step.follow",)
     rewinds = _REWINDS if capture_status.can_rewind(generation) else follow
     if status.live and status.last_step is not None:
@@ -47,9 +54,15 @@ def actions_to_show(
             yield from follow
     elif status.live and capture_status.state == "paused":  # before the first step
         yield from _PAUSED
-    yield from (action for action in _PANEL_ACTIONS if action in panel.actions)
-    has_tokens = not status.run.get("watch_training")
-    yield from (action for action in _MOVES if has_tokens or not action.startswith("tokens."))
+    yield from (one for one in PANEL_ACTIONS if one in panel.actions and has_effect(one))
+    left_out = []
+    if status.run.get("watch_training") or status.last_step is None:
+        left_out.append("tokens.")
+    if status.last_step is None:
+        left_out.append("step.")
+    if not has_finding:
+        left_out.append("finding.")
+    yield from (action for action in _MOVES if not action.startswith(tuple(left_out)))
 
 
 def lay_out_keys(

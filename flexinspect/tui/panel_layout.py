@@ -19,7 +19,7 @@ from textual.strip import Strip
 
 from flexinspect.core.environment import import_numpy
 from flexinspect.core.errors import FlexInspectError, TraceError
-from flexinspect.core.keyboard import N_DIGITS
+from flexinspect.core.keyboard import N_DIGITS, all_keys
 from flexinspect.drawing.text_lines import clip_text
 from flexinspect.panels.base import Panel, Picture
 from flexinspect.panels.panel_registry import load_panel, panel_names, panel_number
@@ -305,8 +305,11 @@ class Slots(Frame):
             return
         for view in (self.current(), *self.views()):
             if view.handles(action):
-                view.handle_action(action)
+                view.press(action)
                 return
+        if self.current().panel.name:  # else a message has said that no panel could be loaded
+            text = next((key.text for key in all_keys() if key.id == action), action)
+            self.notify(f"No panel on the screen answers this key ({text}).")
 
     def cycle_focus(self, by: int) -> None:
         """Focus the next (1) or the previous (-1) panel."""

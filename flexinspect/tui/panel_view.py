@@ -78,12 +78,22 @@ def cell_of(options: Any) -> tuple[int, int] | None:
     return None if q is None or kv is None else (q, kv)
 
 
+_NO_EFFECT = {
+    "view.flip": "there is no other view here",
+    "view.measure": "there is no other measure here",
+}
+"""Actions that are tried before they are offered, and what a key of one says without an effect."""
+
+
 class PanelView(LoadedCanvas, can_focus=True):
     """A panel on the screen.
 
     Any exception of a panel is shown in place of the panel and does not end the interface. `note`
     receives the note of a new picture, and whether it is an alarm.
     """
+
+    class EffectsChanged(Message):
+        """Other actions of the focused panel have an effect than before."""
 
     @dataclass
     class CellSelected(Message):
@@ -107,6 +117,7 @@ class PanelView(LoadedCanvas, can_focus=True):
         self._request: Request[Any] | None = None
         self._data: Any = None
         self._error: ErrorLines | None = None
+        self._effects: tuple[str, ...] | None = None  # not known before it has loaded
 
     def on_show(self) -> None:
         """Load again: the place may have changed while the view was hidden."""
@@ -131,7 +142,7 @@ class PanelView(LoadedCanvas, can_focus=True):
     def show_panel(self, panel: Panel[Any, Any]) -> None:
         """Replace the panel."""
         self.panel, self.options = panel, panel.initial_options
-        self._request = self._data = self._error = None
+        self._request = self._data = self._error = self._effects = None
         self.show(())
         self.loader.request_load()
 
@@ -179,6 +190,11 @@ class PanelView(LoadedCanvas, can_focus=True):
             self._show_picture(picture)
         else:
             self.repaint()
+        if self.has_focus:
+            effects = tuple(action for action in _NO_EFFECT if self.has_effect(action))
+            if effects != self._effects:
+                self._effects = effects
+                self.post_message(self.EffectsChanged())
 
     def repaint(self) -> None:
         """Paint the loaded data in the current size and theme."""
@@ -197,6 +213,33 @@ class PanelView(LoadedCanvas, can_focus=True):
     def handles(self, action: str) -> bool:
         """Return whether the panel handles an action."""
         return action in self.panel.actions
+
+    def has_effect(self, action: str) -> bool:
+        """Return whether the panel handles an action and it changes what is shown.
+
+        Until the panel has loaded, and for an action that fails, it counts as one that does.
+        """
+        if not self.handles(action):
+            return False
+        if self._request is None:
+            return True
+        if self._data is None or self._error is not None:
+            return False
+        if action not in _NO_EFFECT:
+            return True  # it depends on the cursor, or takes long to find out
+        try:
+            result = self.panel.on_action(action, self._data, self._make_request())
+        except Exception:
+            return True
+        return result is not None and result != self.options
+
+    def press(self, action: str) -> None:
+        """Pass the action of a key on to the panel; say it if the key changes nothing."""
+        if self.has_effect(action):
+            self.handle_action(action)
+            return
+        text = _NO_EFFECT.get(action) if self._error is None else None
+        self.notify(f"{self.panel.title}: {text or 'there is nothing to show at this place'}.")
 
     def handle_action(self, action: str) -> None:
         """Pass an action on to the panel."""

@@ -15,6 +15,7 @@ from support import mask_trace
 from support.traces import RUN, sample_generation
 from support.tui import screen_lines, settle, until
 
+from flexinspect.core.keyboard import all_keys
 from flexinspect.drawing.text_lines import Pen
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import Missing, Request, TracePlace
@@ -239,3 +240,11 @@ async def test_y_shows_the_code_of_the_cell_that_the_mask_panel_has_selected(
         await pilot.press("shift+left")
         await settle(pilot)
         assert (mask.options.q, mask.options.kv) == (cell[0], cell[1] - 1)
+
+
+def test_the_help_names_the_keys_that_move_the_cell_and_those_that_move_the_place() -> None:
+    assert "Shift and an arrow key move to another cell" in CodePanel.help.read
+    assert {"cursor.up", "cursor.down"} <= set(CodePanel.actions)
+    defaults = {key.id: key.keys for key in all_keys()}
+    assert "shift+down" in defaults["cursor.down"]
+    assert "down" in defaults["layer.next"]

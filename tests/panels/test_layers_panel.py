@@ -26,6 +26,7 @@ from flexinspect.panels.layers_panel import (
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import GenerationRecord, LayerStatRecord, StepRecord
+from flexinspect.records.training_step import AnomalyOrigin, TrainingStepRecord
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.queries import (
     first_nonfinite_output,
@@ -272,6 +273,56 @@ def test_level_basic_is_missing_and_says_which_level_records_it(source: Make) ->
     with pytest.raises(Missing, match="No layer statistics are recorded in steps 0-1") as caught:
         load(made)
     assert "--level advanced" in caught.value.hint
+
+
+def training(number: int, *, loss: float = 1.0, **origin: str) -> StepRecord:
+    made = TrainingStepRecord(loss, "reported", (0.1,))
+    if origin:
+        made = replace(made, anomaly_origin=AnomalyOrigin(**origin))
+    return step(number, [], training=made)
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Make:
+    def make(steps: list[StepRecord], level: str) -> Source:
+        path = tmp_path / "training.flextrace"
+        with TraceWriter.create(path, {"level": level, "watch_training": True}) as writer:
+            declared = {"training": {"groups": []}}
+            writer.begin_generation(
+                replace(GenerationRecord(0, "s", "m", "", (), ()), declared=declared)
+            )
+            for record in steps:
+                writer.write_step(record)
+        return Source(open_trace(path))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (
+            {"kind": "module", "name": "2", "module": "Linear"},
+            "; in step 1 the output of 2 (Linear) is the first with NaN or Inf.",
+        ),
+        ({"loss": INF}, "; step 1 is the first with NaN or Inf, and its origin is not recorded."),
+        ({"kind": "explosion", "name": "2.bias"}, "; no NaN or Inf was found."),
+    ],
+)
+def test_a_training_without_statistics_names_the_first_nan_or_inf(
+    trained: Make, bad: Any, says: str
+) -> None:
+    made = trained([training(0), training(1, **bad)], "basic")
+    with pytest.raises(Missing) as caught:
+        load(made)
+    assert caught.value.reason == f"No layer statistics are recorded in steps 0-1{says}"
+    assert caught.value.hint.startswith("Level basic of a training names only the first module")
+
+
+def test_the_hint_of_a_training_names_its_own_level(trained: Make) -> None:
+    with pytest.raises(Missing) as caught:
+        load(trained([training(0)], "advanced"))
+    assert caught.value.hint.startswith("Level advanced of a training records modules only")
 
 
 def test_level_basic_shows_the_layers_that_went_bad(source: Make) -> None:

@@ -119,6 +119,23 @@ def test_a_low_picture_keeps_the_current_layer_in_view(make: Make) -> None:
     assert [int(strip.text.split()[0]) for strip in picture.strips[2:]] == [28, 29, 30, 31, 32]
 
 
+@pytest.mark.parametrize(
+    ("width", "columns", "row"),
+    [
+        (43, "layer  rank          best tokens", "    1     0 ████     *·Paris           0.5"),
+        (38, "layer  rank best tokens", "    1     0 *·Paris      ·Rome"),
+        (26, "layer  rank best tokens", "    1     0 *·Paris"),
+        (20, "layer best tokens", "    1 *·Paris"),
+    ],
+)
+def test_a_narrow_picture_drops_columns_before_tokens(
+    make: Make, width: int, columns: str, row: str
+) -> None:
+    lines = [strip.text.rstrip() for strip in painted(make(LAYERS), width=width).strips]
+    assert lines[1] == columns
+    assert lines[3] == row
+
+
 @pytest.mark.parametrize(("width", "height"), [(10, 2), (40, 5), (80, 24), (200, 60)])
 def test_a_picture_keeps_to_its_size(make: Make, width: int, height: int) -> None:
     picture = painted(make(LAYERS), width=width, height=height)

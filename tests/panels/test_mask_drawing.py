@@ -136,12 +136,20 @@ def test_what_is_partly_open_is_darker_than_open_and_lighter_than_closed() -> No
 
 def test_the_note_names_view_place_scale_and_lse_check(shown: Shown) -> None:
     picture = shown.paint(mask_trace.RIGHT, 3)
-    assert picture.note == "ran · verified ✓ (error 3e-06) · layer 0 · all heads · zoom 2:1 x 5:1"
+    where = "layer 0 · head 0 (all heads alike)"
+    assert picture.note == f"{where} · ran · verified ✓ (error 3e-06) · zoom 2:1 x 5:1"
     assert not picture.alarm
     picture = shown.paint(mask_trace.WRONG, 3, (38, 14))
-    assert picture.note == "lost 2 · leaked 1 · ran · verified ✓ (error 3e-06) · L1 all · 1:1"
+    assert picture.note == "L1 H0=all · lost 2 · leaked 1 · ran · verified ✓ (error 3e-06) · 1:1"
     assert picture.alarm
     assert shown.text(mask_trace.WRONG, 3)[-2].startswith("first leaked pair (executed, declared")
+
+
+def test_a_narrow_note_begins_with_the_layer_and_the_chosen_head(shown: Shown) -> None:
+    for head in (0, 1):
+        place = TracePlace(step=3, layer=mask_trace.WRONG, head=head)
+        note = shown.paint(size=(38, 14), at=place).note
+        assert note.startswith(f"L1 H{head}=all · lost 2 · leaked 1")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +165,7 @@ def test_a_failed_or_missing_lse_check_is_reported(
 ) -> None:
     checked = Shown(mask_trace.write(tmp_path / "t.flextrace", 2, lse_error=lse_error))
     picture = checked.paint(mask_trace.RIGHT, 1)
-    assert picture.note.startswith(f"ran · {note} · ")
+    assert f" · ran · {note} · " in picture.note
     assert picture.alarm is alarm
     assert ("is not what ran" in checked.words(mask_trace.RIGHT, 1)) is alarm
 
@@ -366,11 +374,8 @@ def test_the_meaning_of_a_difference_is_readable_at_every_size(
     lines = shown.text(mask_trace.WRONG, 3, size, view="auto")
     assert len(lines) <= size[1]
     assert all(len(line) == size[0] for line in lines)
-    assert (
-        shown.paint(mask_trace.WRONG, 3, size, view="auto")
-        .note[:38]
-        .startswith("lost 2 · leaked 1 · what differs")
-    )
+    note = shown.paint(mask_trace.WRONG, 3, size, view="auto").note
+    assert "lost 2 · leaked 1" in note[: size[0] - 4]
     legend = "\n".join(lines).partition("first leaked pair")[2]
     assert "leaked" in legend
     assert "lost" in legend

@@ -89,7 +89,8 @@ def test_zooming_out_of_the_whole_mask_leads_to_its_segments(
     assert "-1" in text[4]
     assert "leaked" in "".join(text[8:])
     note = shown.paint(mask_trace.WRONG, 3, size, view="auto", zoom=-1).note
-    assert note.endswith((" all · segments", " all heads · segments"))
+    assert note.startswith(("L1 H0=all · ", "layer 1 · head 0 (all heads alike) · "))
+    assert note.endswith(" · segments")
     assert act(shown, "zoom.out", size=size, zoom=-1) is None
     assert act(shown, "zoom.in", size=size, zoom=-1).zoom == 0
 

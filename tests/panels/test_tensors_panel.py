@@ -133,3 +133,15 @@ def test_any_recorded_trace_has_arrays_to_show(tmp_path: Path) -> None:
         for info in infos:
             asked = request(stream=info.stream, layer=info.layer or 0)
             assert TensorsPanel().load(Source(reader), asked).chosen.stream == info.stream
+
+
+def test_a_single_array_of_one_plane_has_no_other_view(tmp_path: Path) -> None:
+    path = tmp_path / "one.flextrace"
+    with TraceWriter.create(path, {}) as writer:
+        writer.begin_generation(GenerationRecord(0, "s", "m", "c", (), ()))
+        arrays = (ArrayRecord("flat", CUBE[:1]),)
+        writer.write_step(StepRecord(0, 0, "prefill", 3, 0, 3, 0.0, 1.0, 0.1, arrays=arrays))
+    with open_trace(path) as reader:
+        data = load(Source(reader))
+        for action in ("view.flip", "view.measure"):
+            assert TensorsPanel().on_action(action, data, request()) is None

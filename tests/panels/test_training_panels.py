@@ -12,6 +12,7 @@ from support.tui import screen_text, settle
 
 from flexinspect.drawing.heatmap import CIVIDIS_MISSING
 from flexinspect.drawing.theme import Theme
+from flexinspect.panels.anomaly_text import describe_producer
 from flexinspect.panels.base import (
     Missing,
     Navigate,
@@ -26,7 +27,6 @@ from flexinspect.panels.timeline import load_whole_run
 from flexinspect.panels.training_panel import (
     GradientStripPanel,
     TrainingPanel,
-    describe_producer,
     format_range,
     norm_levels,
 )

@@ -97,13 +97,26 @@ async def test_a_forced_token_that_is_no_candidate_is_listed_with_its_probabilit
         assert any("*40 ·Emily" in line and "1.8e-06" in line for line in chosen_lines)
 
 
-async def test_without_a_fork_a_message_names_the_key_that_forks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("live", [True, False])
+async def test_without_a_fork_a_message_names_the_key_that_forks_if_it_can(
+    tmp_path: Path, live: bool
+) -> None:
     app: Any = InspectorApp(sample_trace(tmp_path / "sample.flextrace"))
     async with app.run_test(size=SIZE) as pilot:
         await settle(pilot)
+        if live:
+            app.screen.status = replace(app.screen.status, state="recording")
+        await pilot.press("t")
+        await until(pilot, lambda: len(app._notifications) > 0)
         await pilot.press("C")
-        (note,) = app._notifications
-        assert note.message == "There is no fork to compare with; F tries another token."
+        ended = (
+            "this run has ended, and only one in progress can be forked (flexinspect run --hold)"
+        )
+        choose, compare = ("F forks it", "F tries another token") if live else (ended, ended)
+        assert [text for _, text in app.messages()] == [
+            f"There is no fork to compare with; {compare}.",
+            f"This generation has one branch; {choose}.",
+        ]
 
 
 async def test_two_traces_share_one_cursor_and_enter_opens_the_first(
@@ -130,6 +143,11 @@ async def test_two_traces_share_one_cursor_and_enter_opens_the_first(
         await pilot.press("enter")
         await until(pilot, lambda: isinstance(app.screen, TraceScreen))
         assert app.screen.place.layer == 3
+        await settle(pilot)
+        await pilot.press("q")
+        await until(pilot, lambda: isinstance(app.screen, CompareScreen))
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, TraceScreen))
 
 
 async def test_masks_that_differ_are_shown_at_the_first_cell(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from support.traces import sample_trace
-from support.tui import screen_text, settle
+from support.tui import screen_text, settle, until
 
 from flexinspect.core.keyboard import all_keys
 from flexinspect.tui import saved_state
@@ -37,6 +37,21 @@ async def test_the_tour_goes_on_only_at_the_key_that_it_names(tmp_path: Path) ->
                 await settle(pilot)
         assert tour.position == len(STEPS)
         assert "This was the tour." in screen_text(app)
+
+
+async def test_while_a_window_is_open_the_tour_says_how_to_close_it(tmp_path: Path) -> None:
+    app: Any = InspectorApp(sample_trace(tmp_path / "sample.flextrace"), has_tour=True)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        for key in ("right", "a", "n", "i"):
+            await pilot.press(key)
+            await settle(pilot)
+        await until(pilot, lambda: "n next finding · esc close" in screen_text(app))
+        assert "Press  esc  to close this window" in screen_text(app)
+        assert "5 of 7" not in screen_text(app)
+        await pilot.press("escape")
+        await until(pilot, lambda: "5 of 7" in screen_text(app))
+        assert "to close this window" not in screen_text(app)
 
 
 async def test_a_layout_of_the_tour_is_not_saved(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.traces import sample_trace
-from support.tui import screen_lines, settle
+from support.traces import RUN, sample_trace
+from support.tui import press, screen_lines, settle, until
 
 from flexinspect.control.messages import StatusResponse, StepRef
 from flexinspect.panels.panel_registry import load_panel
+from flexinspect.trace.file.writer import TraceWriter
+from flexinspect.tui import saved_state
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.key_line import LAST_ACTIONS, KeyLine, actions_to_show, lay_out_keys
 from flexinspect.tui.trace_session import CaptureStatus, RunStatus
@@ -33,6 +35,21 @@ def test_a_training_offers_no_search_of_tokens() -> None:
     training = RunStatus("finished", generations=1, last_step=3, run={"watch_training": True})
     left_out = [action for action in shown(FINISHED) if action not in shown(training)]
     assert left_out == ["tokens.xray", "tokens.search"]
+
+
+def test_a_trace_without_a_step_or_a_finding_offers_no_keys_for_them() -> None:
+    empty = RunStatus("failed", generations=1, last_step=None)
+    assert not any(action.startswith(("step.", "tokens.")) for action in shown(empty))
+    clean = actions_to_show(
+        FINISHED,
+        CaptureStatus(),
+        load_panel("layers"),
+        generation=0,
+        following=True,
+        has_finding=False,
+        has_effect=lambda action: action != "view.flip",
+    )
+    assert [*clean][:2] == ["view.measure", "step.next"]
 
 
 def test_a_view_behind_a_live_run_offers_to_follow() -> None:
@@ -85,3 +102,36 @@ async def test_the_line_follows_the_focus_and_a_click_acts(tmp_path: Path) -> No
         await pilot.click(KeyLine, offset=(screen_lines(app)[-1].index("→"), 0))
         await settle(pilot)
         assert app.screen.place.step == 1
+
+
+async def test_keys_without_effect_are_not_offered_and_say_so(tmp_path: Path) -> None:
+    path = sample_trace(tmp_path / "clean.flextrace", generations=1, nan_at=None)
+    saved_state.save_layout("generation", saved_state.Layout(("layers", "memory"), 2))
+    app: Any = InspectorApp(path)
+    async with app.run_test(size=(120, 30)) as pilot:
+        await settle(pilot)
+        await until(pilot, lambda: "n finding" not in screen_lines(app)[-1])
+        line = screen_lines(app)[-1]
+        assert "v measure" in line
+        assert "m view" not in line
+        assert "i read it" not in line
+        await press(pilot, "m", "z")
+        assert [text for _, text in app.messages()] == [
+            "No panel on the screen answers this key (zoom in).",
+            "Layers: there is no other view here.",
+        ]
+
+
+async def test_in_a_trace_without_steps_the_keys_of_steps_and_panels_answer(tmp_path: Path) -> None:
+    TraceWriter.create(tmp_path / "empty.flextrace", RUN).close("failed")
+    app: Any = InspectorApp(tmp_path / "empty.flextrace")
+    async with app.run_test(size=(120, 30)) as pilot:
+        await settle(pilot)
+        await until(pilot, lambda: "m view" not in screen_lines(app)[-1])
+        line = screen_lines(app)[-1]
+        assert not any(key in line for key in ("→ token", "a X-ray", "v measure", "z zoom"))
+        await press(pilot, "right", "a", "m")
+        assert [text for _, text in app.messages()] == [
+            "Mask: there is nothing to show at this place.",
+            *["No step was recorded."] * 2,
+        ]

@@ -79,7 +79,7 @@ async def test_without_a_step_nothing_is_replayed(tmp_path: Path) -> None:
     async with app.run_test(size=SMALL) as pilot:
         await press(pilot, "P")
         assert app.screen.replay.timer is None
-        assert "No step is recorded yet." in [note.message for note in app._notifications]
+        assert "No step was recorded." in [note.message for note in app._notifications]
 
 
 class FakeScreen:

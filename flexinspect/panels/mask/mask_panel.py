@@ -132,21 +132,28 @@ class MaskPanel(Panel[MaskData, MaskOptions]):
 
 
 def format_note(data: MaskData) -> str:
-    """Return the note in the border: problems first, because a narrow panel cuts its end."""
+    """Return the note in the border: a narrow panel cuts its end.
+
+    So it begins with the layer and head, which keys change, and goes on with the problems. The head
+    is that of the place, also where all heads have the same mask.
+    """
     mask_view, layer = data.mask_view, data.place.layer
     shared = mask_view.heads == 1  # all heads have the same mask
-    head = "all heads" if shared else f"head {mask_view.head} of {mask_view.heads}"
+    head = f"head {mask_view.head} of {mask_view.heads}"
+    if shared:
+        head = f"head {data.place.head} (all heads alike)"
     where, scale = f"layer {layer} · {head}", format_scale(data.layout)
     if data.layout.width < NARROW_WIDTH:
-        where = f"L{layer} " + ("all" if shared else f"H{mask_view.head}/{mask_view.heads}")
+        own = f"H{data.place.head}=all" if shared else f"H{mask_view.head}/{mask_view.heads}"
+        where = f"L{layer} {own}"
     elif data.layout.zoom >= 0:
         scale = f"zoom {scale}"
     show_difference = mask_text.has_difference(data) or data.view_mode == "difference"
     parts = [
+        where,
         mask_text.format_difference(data) if show_difference else "",
         mask_text.VIEW_LABELS[data.view_mode],
         mask_text.format_check(data),
-        where,
         scale,
         f"rows of {mask_text.format_steps(data)}" if mask_view.is_truncated else "",
     ]

@@ -22,21 +22,28 @@ Paragraph = tuple[str, str]
 class TextScreen(ModalScreen[str | None]):
     """Shows paragraphs, which scroll; Escape returns None.
 
-    `keys` maps Textual's names of further keys that close it to what it returns for them.
+    `keys` maps Textual's names of further keys that close it to what it returns for them; `labels`
+    name them in the lower border.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "dismiss(None)", "close")]
 
     def __init__(
-        self, title: str, paragraphs: Sequence[Paragraph], keys: Mapping[str, str] | None = None
+        self,
+        title: str,
+        paragraphs: Sequence[Paragraph],
+        keys: Mapping[str, str] | None = None,
+        labels: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self._title, self._paragraphs = title, paragraphs
+        self._subtitle = " · ".join(["↑ ↓ scroll", *labels, "esc close"])
         for name, answer in (keys or {}).items():
             self._bindings.bind(name, f"dismiss('{answer}')")
 
     def compose(self) -> ComposeResult:
-        with VerticalScroll(classes="window help"):
+        with VerticalScroll(classes="window help") as window:
+            window.border_subtitle = self._subtitle
             yield Static(Content.styled(self._title, "bold"), markup=False, classes="helpline")
             for heading, text in self._paragraphs:
                 content = Content(escape_lines(text))

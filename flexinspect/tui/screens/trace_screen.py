@@ -83,6 +83,13 @@ NEED_MODEL = (
 )
 """Actions that say at once if the run has ended, before they ask or move anything."""
 
+NEED_STEPS = (
+    *("step.next", "step.previous", "step.first", "step.last", "step.forward", "step.back"),
+    *("step.goto", "step.replay", "tokens.next", "tokens.previous"),
+    *("tokens.xray", "tokens.weights", "tokens.match"),
+)
+"""Actions that say so at once if no step is recorded: they would do nothing."""
+
 N_THREADS = 2
 """Threads that load what the screen shows."""
 
@@ -147,6 +154,21 @@ class TraceScreen(Screen[None]):
         for name in ("capture_status", "following", "place", "version"):
             self.watch(self, name, self._show_keys, init=False)
 
+    def on_screen_suspend(self) -> None:
+        """Let the tour say how to close the window that takes the keys."""
+        self._cover_tour(is_covered=True)
+
+    def on_screen_resume(self) -> None:
+        """Go on with the tour."""
+        self._cover_tour(is_covered=False)
+
+    def _cover_tour(self, *, is_covered: bool) -> None:
+        if self._has_tour:
+            from flexinspect.tui.guided_tour import TourLine
+
+            for line in self.query(TourLine):
+                line.cover(is_covered=is_covered)
+
     def on_resize(self, event: events.Resize) -> None:
         """Give the card the lines that the panels can spare."""
         self._card.fit_screen(event.size.height)
@@ -164,6 +186,8 @@ class TraceScreen(Screen[None]):
         if self.xray != "off":
             self._share_xray()
 
+    @on(DiagnosisCard.Changed)
+    @on(PanelView.EffectsChanged)
     def _show_keys(self) -> None:
         for key_line in self.query(KeyLine):
             key_line.repaint()
@@ -176,6 +200,8 @@ class TraceScreen(Screen[None]):
             panel,
             generation=self.place.generation,
             following=self.following,
+            has_finding=self._card.finding is not None,
+            has_effect=self.slots.current().has_effect,
         )
 
     def on_unmount(self) -> None:
@@ -319,6 +345,8 @@ class TraceScreen(Screen[None]):
         action = self._key_actions().get(name)
         if name in NEED_MODEL and not self.status.live:
             self.notify(self._session.missing_model().sentence(), severity="warning")
+        elif name in NEED_STEPS and self.status.last_step is None:
+            self.notify(f"No step {'is recorded yet' if self.status.live else 'was recorded'}.")
         elif action is not None:
             self._run(action)
         else:
