@@ -19,7 +19,6 @@ from benchmarks import (
     doctor,
     engine,
     export_formats,
-    floor,
     growth,
     html_report,
     lab,
@@ -53,7 +52,6 @@ CASES: dict[str, Callable[[Any, argparse.Namespace], dict[str, Any]]] = {
     "own-steps": lambda model, a: own.measure_steps(model, a.seconds, a.tokens),
     "parts": lambda model, a: parts.measure(model, a.seconds),
     "peers": lambda model, a: peers.measure(model, a.seconds, a.tokens),
-    "floor": lambda model, a: floor.measure(model, a.seconds, a.tokens),
     "writing": lambda model, _: writing.measure(model),
 }
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {

@@ -21,7 +21,7 @@ import torch
 
 import flexinspect
 from benchmarks.common import bench_prompt, markdown
-from benchmarks.floor import Least
+from benchmarks.smallest_recorder import SmallestRecorder
 from flexinspect.records.step import LEVELS
 from flexinspect_hooks.capture.hook import Hook
 from flexinspect_hooks.capture.new_trace import create_trace
@@ -135,7 +135,7 @@ def parts_of(level: str) -> dict[str, Watched]:
 def measure(model: Any, seconds: float) -> dict[str, Any]:
     """Return what decode steps take more with each part, in milliseconds; decoding alone, too."""
     cases: dict[tuple[str, str], Watched] = {}
-    cases["", "the smallest recorder"] = lambda m, p: Least(m, p).recording()
+    cases["", "the smallest recorder"] = lambda m, p: SmallestRecorder(m, p).recording()
     for level in LEVELS:
         cases |= {(level, name): part for name, part in parts_of(level).items()}
     bare: list[float] = []

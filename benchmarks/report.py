@@ -71,13 +71,6 @@ def naive_table(facts: dict[str, Any]) -> str:
     return markdown(head, [[*row, str(facts["bound"])]])
 
 
-def floor_table(facts: dict[str, Any]) -> str:
-    """Return the cost of the smallest recorder."""
-    row = [f"{facts['decode_ms_without']:.1f}", cell(facts["ratio"]), cell(facts["decode_ratio"])]
-    head = ["ms per token without", "whole generation", "decode", "blocks"]
-    return markdown(head, [[*row, _rounds(facts["ratio"])]])
-
-
 def gpu_table(facts: dict[str, Any]) -> str:
     """Return the checks or the costs of capture on a GPU."""
     return gpu_capture.table(facts["capture"])
@@ -286,9 +279,11 @@ QUESTIONS: Sequence[Question] = (
     Question(
         "Which parts of `flexinspect.watch` cost what?",
         "What a decode step takes more, with one torch thread, in blocks of 16 steps of a bare and "
-        "of a recorded copy of the model in turns (mean and standard error). *Hooks in the layers "
-        "alone*: what they keep is dropped. *Steps without any hook*: steps are found, numbered "
-        "and stored empty. *The smallest recorder* is that of the question after the next.",
+        "of a recorded copy of the model in turns (mean and standard error). *The smallest "
+        "recorder* keeps references to the output and the attention call of each layer and copies "
+        "the newest logits, and a thread writes the shapes of the calls, the ten best tokens, "
+        "entropy and time into SQLite; it checks nothing. *Hooks in the layers alone*: what they "
+        "keep is dropped. *Steps without any hook*: steps are found, numbered and stored empty.",
         "parts --threads 1",
         "parts-1-threads",
         parts.table,
@@ -302,15 +297,6 @@ QUESTIONS: Sequence[Question] = (
         "peers --threads 1 --tokens 32",
         "peers-1-threads",
         peers.table,
-    ),
-    Question(
-        "What would the smallest recorder cost?",
-        "References to the output and the attention call of each layer, a copy of the newest "
-        "logits, and a thread that writes the shapes of the calls, the ten best tokens, entropy "
-        "and time into SQLite.",
-        "floor",
-        "floor",
-        floor_table,
     ),
     Question(
         "What does recording a training cost?",

@@ -100,7 +100,7 @@ class LensPanel(Panel[LensData, NoOptions]):
         """Draw a line per layer: rank and bar of the chosen token, then the best tokens."""
         pen = Pen(theme, request.width)
         strips = [pen.line((_summary(data), "text" if data.is_of_the_model else "warn"))]
-        columns = _Columns.that_fit(request.width)
+        columns = _LensColumns.that_fit(request.width)
         strips.append(pen.line((columns.heading(), "muted")))
         layers = [one.layer for one in data.layers]
         current = layers.index(request.place.layer) if request.place.layer in layers else 0
@@ -187,7 +187,7 @@ def _label(text: str, token_id: int) -> str:
     return "·" + escape_unprintable(text[1:]) if text[0] == " " else escape_unprintable(text)
 
 
-class _Columns(Struct, frozen=True):
+class _LensColumns(Struct, frozen=True):
     """The columns of a picture: a narrow one has no bar and no probabilities, but tokens.
 
     `room` is the width of all tokens, `token` that of one without its probability.
@@ -200,7 +200,7 @@ class _Columns(Struct, frozen=True):
     token: int
 
     @classmethod
-    def that_fit(cls, width: int) -> _Columns:
+    def that_fit(cls, width: int) -> _LensColumns:
         """Return the columns for a width in cells: at least one token, whatever else goes."""
         layer, rank, bar = 6, 6, _BAR_WIDTH + 1
         if width >= layer + rank + bar + _TOKEN_WIDTH + _SHARE_WIDTH:
@@ -218,7 +218,9 @@ class _Columns(Struct, frozen=True):
         return f"{'layer':>5} {rank}{bar if self.has_bar else ''}best tokens"
 
 
-def _layer_spans(one: LensRecord, columns: _Columns, *, is_current: bool) -> Sequence[NamedSpan]:
+def _layer_spans(
+    one: LensRecord, columns: _LensColumns, *, is_current: bool
+) -> Sequence[NamedSpan]:
     rank, _ = _chosen_cells(one)
     known = one.chosen_rank >= 0 and one.chosen_logprob == one.chosen_logprob
     length = plots.bar(math.exp(one.chosen_logprob), _BAR_WIDTH) if known else " " * _BAR_WIDTH

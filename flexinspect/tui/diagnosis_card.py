@@ -68,7 +68,7 @@ class DiagnosisCard(LoadedCanvas):
 
     DEFAULT_CSS = "DiagnosisCard { height: 4; }"
 
-    class Changed(Message):
+    class Shown(Message):
         """The card shows another finding, or none."""
 
     class Opened(Message):
@@ -147,7 +147,7 @@ class DiagnosisCard(LoadedCanvas):
             self._diagnosis, self._is_loaded, self._first_line = loaded, True, 0
             self._set_height()
             self.repaint()
-            self.post_message(self.Changed())
+            self.post_message(self.Shown())
 
     def fit_screen(self, screen_height: int) -> None:
         """Take the lines that the panels of a screen of this height can spare."""

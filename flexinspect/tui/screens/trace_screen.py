@@ -186,7 +186,7 @@ class TraceScreen(Screen[None]):
         if self.xray != "off":
             self._share_xray()
 
-    @on(DiagnosisCard.Changed)
+    @on(DiagnosisCard.Shown)
     @on(PanelView.EffectsChanged)
     def _show_keys(self) -> None:
         for key_line in self.query(KeyLine):

@@ -1,4 +1,4 @@
-"""What the least of recorders costs: a yardstick for the bands, which no recorder can go below.
+"""The smallest recorder: a yardstick for the bands, which no recorder can go below.
 
 It keeps references to the output and the attention call of each layer, and the newest row of
 logits. A thread writes the function, the shapes and the mask's type of each call, the best ten
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import tempfile
 import threading
 import time
 from collections import deque
@@ -21,11 +20,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from msgspec.structs import replace
 
-from benchmarks.capture import decode_ms
-from benchmarks.common import Timing, bench_prompt, compared, sandwiched
-from benchmarks.engine import time_generate
 from flexinspect_hooks.capture.recorder import LINGER_S
 from flexinspect_hooks.python_internals.patching import patch
 
@@ -38,7 +33,7 @@ Step = tuple[float, npt.NDArray[np.float32], list[Call]]
 """When a step ended, its newest row of logits (V,), its attention calls."""
 
 
-class Least:
+class SmallestRecorder:
     """Records the forwards of a model into a file."""
 
     def __init__(self, model: Any, path: Path) -> None:
@@ -75,14 +70,16 @@ class Least:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as REGISTRY
 
         original, calls, wrapped = REGISTRY.get_interface, self._calls, dict[int, Any]()
+        own = set(map(id, self._model.modules()))  # other models call the same function
 
         def get_interface(name: str, default: Any) -> Any:
             function = original(name, default)
             if id(function) not in wrapped:
 
                 def attention(module: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
-                    mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
-                    calls.append((name, query, key, mask))
+                    if id(module) in own:
+                        mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
+                        calls.append((name, query, key, mask))
                     return function(module, query, key, *args, **kwargs)
 
                 wrapped[id(function)] = attention
@@ -122,26 +119,3 @@ def _described(ended: float, row: npt.NDArray[np.float32], calls: list[Call]) ->
     report = {"best": best.tolist(), "logits": row[best].tolist(), "entropy": float(entropy)}
     report["calls"] = calls
     return ended, json.dumps(report)
-
-
-def measure(model: Any, seconds: float, tokens: int) -> dict[str, Any]:
-    """Return the ratio of `model.generate` under SDPA with and without the least of recorders."""
-    model.set_attn_implementation("sdpa")
-    prompt = bench_prompt(tokens)
-
-    def recorded() -> Timing:
-        with tempfile.TemporaryDirectory() as folder:
-            with Least(model, Path(folder) / "least.sqlite").recording():
-                timing = time_generate(model, prompt, tokens)
-                written = time.perf_counter()
-            return replace(timing, written=time.perf_counter() - written)
-
-    def plain() -> Timing:
-        return time_generate(model, prompt, tokens)
-
-    blocks = sandwiched(plain, {"least": recorded}, seconds=seconds)
-    return {
-        "decode_ms_without": decode_ms(blocks),
-        "ratio": compared(blocks["least"], "total"),
-        "decode_ratio": compared(blocks["least"], "decode", "total"),
-    }
