@@ -1,19 +1,22 @@
 """Where the cost of `watch` is: decode steps with parts of it left out, in blocks in turns.
 
 Two copies of a model share their weights, and one of them is bare. Each decodes with a cache of its
-own, some steps of one after some of the other, so that both see the machine in the same state. What
-is compared is so close in time that the standard error of a minute is about 0.02 ms a step.
+own. A block of steps of the recorded one lies between two blocks of the bare one, and is compared
+with their mean, so that both see the machine in the same state.
+
+The writer thread works up to `LINGER_S` behind the model. So a block begins untimed, until the
+thread has steps of the block to write, and the bare copy waits until it has written all.
 """
 
 from __future__ import annotations
 
 import copy
-import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ from benchmarks.smallest_recorder import SmallestRecorder
 from flexinspect.records.step import LEVELS
 from flexinspect_hooks.capture.hook import Hook
 from flexinspect_hooks.capture.new_trace import create_trace
-from flexinspect_hooks.capture.recorder import FinishedStep, Recorder
+from flexinspect_hooks.capture.recorder import LINGER_S, FinishedStep, Recorder
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.loading.tokenizers import IdAdapter
 from flexinspect_hooks.observers.attention.attention_hook import AttentionHook
@@ -33,11 +36,17 @@ from flexinspect_hooks.observers.modules_hook import ModuleHook
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt
 from flexinspect_hooks.user_code.watch_session import WatchSession
 
-BLOCK, UNTIMED = 16, 2
+BLOCK, UNTIMED = 48, 16
 """Timed steps of a block, and those before, which find the caches filled by the other copy."""
 
-BLOCKS_OF_A_TEXT = 40
+BLOCKS_OF_A_TEXT = 3
 """After so many blocks both copies begin again, so that the cache stays short."""
+
+IN_LAYERS, WITHOUT_HOOKS = "hooks in the layers alone", "steps without any hook"
+IDLE_WRITER, ALL = "a writer that does nothing", "all"
+
+Times = tuple[float, float]
+"""Wall clock and CPU of the model's thread, in milliseconds per step."""
 
 Watched = Callable[[Any, Path], AbstractContextManager[Any]]
 """Records a model into a new file while entered."""
@@ -48,7 +57,6 @@ class GreedyLoop:
 
     def __init__(self, model: Any, ids: Sequence[int]) -> None:
         self._model, self._ids = model, torch.tensor([ids])
-        self.begin()
 
     def begin(self) -> None:
         """Begin again after the prompt."""
@@ -57,8 +65,8 @@ class GreedyLoop:
         self._cache = DynamicCache(config=self._model.config)
         self._step(self._ids)
 
-    def run_block(self) -> tuple[float, float]:
-        """Return wall clock and CPU of this thread, in milliseconds per step."""
+    def run_block(self) -> Times:
+        """Run a block, and return its times."""
         for _ in range(UNTIMED):
             self._step(self._token)
         wall, cpu = time.perf_counter(), time.thread_time()
@@ -120,28 +128,32 @@ def _session(
             thread.stop()
 
 
-def parts_of(level: str) -> dict[str, Watched]:
-    """Return by name what is measured at a level: parts, and at last the whole."""
-    return {
-        "hooks in the layers alone": lambda m, p: _session(m, p, level, _OnlyInLayers),
-        "steps without any hook": lambda m, p: _session(m, p, level, hooks=()),
-        "a writer that does nothing": lambda m, p: _session(
-            m, p, level, recorder=_DroppingRecorder
-        ),
-        "all": lambda m, p: flexinspect.watch(m, out=p, level=level),
+def cases() -> dict[tuple[str, str], Watched]:
+    """Return by level and name what is measured. The first ones do not depend on the level."""
+    found: dict[tuple[str, str], Watched] = {
+        ("", "the smallest recorder"): lambda m, p: SmallestRecorder(m, p).recording(),
+        ("", IN_LAYERS): lambda m, p: _session(m, p, "advanced", _OnlyInLayers),
+        ("", WITHOUT_HOOKS): lambda m, p: _session(m, p, "advanced", hooks=()),
     }
+    for level in LEVELS:
+        found[level, IDLE_WRITER] = partial(_session, level=level, recorder=_DroppingRecorder)
+        found[level, ALL] = partial(_watch, level)
+    return found
+
+
+@contextmanager
+def _watch(level: str, model: Any, path: Path) -> Iterator[None]:
+    with flexinspect.watch(model, out=path, level=level):
+        yield
 
 
 def measure(model: Any, seconds: float) -> dict[str, Any]:
     """Return what decode steps take more with each part, in milliseconds; decoding alone, too."""
-    cases: dict[tuple[str, str], Watched] = {}
-    cases["", "the smallest recorder"] = lambda m, p: SmallestRecorder(m, p).recording()
-    for level in LEVELS:
-        cases |= {(level, name): part for name, part in parts_of(level).items()}
+    parts = cases()
     bare: list[float] = []
     rows = []
-    for (level, name), watched in cases.items():
-        found, alone = _measure_one(model, watched, seconds / len(cases))
+    for (level, name), watched in parts.items():
+        found, alone = _measure_one(model, watched, seconds / len(parts))
         rows.append({"level": level, "part": name, **found})
         bare.append(alone)
     return {"ms_without": round(statistics.median(bare), 2), "parts": rows}
@@ -150,29 +162,36 @@ def measure(model: Any, seconds: float) -> dict[str, Any]:
 def _measure_one(model: Any, watched: Watched, seconds: float) -> tuple[dict[str, Any], float]:
     shared = {id(one): one for one in (*model.parameters(), *model.buffers())}
     other, ids = copy.deepcopy(model, dict(shared)), bench_prompt().ids
-    pairs: list[tuple[tuple[float, float], tuple[float, float]]] = []
-    order = random.Random(0)
+    bare, recorded = GreedyLoop(model, ids), GreedyLoop(other, ids)
+    found: list[tuple[Times, Times]] = []  # the mean of the two bare blocks, and the one between
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         with watched(other, Path(folder) / "parts.flextrace"):
-            loops = [GreedyLoop(model, ids), GreedyLoop(other, ids)]
-            for loop in loops:
-                loop.run_block()
-            until = time.monotonic() + seconds
-            while time.monotonic() < until or len(pairs) < 3:
-                numbers = order.sample((0, 1), 2)
-                times = {number: loops[number].run_block() for number in numbers}
-                pairs.append((times[0], times[1]))
-                if len(pairs) % BLOCKS_OF_A_TEXT == 0:
-                    for loop in loops:
-                        loop.begin()
-                        loop.run_block()
+            before, until = _begin(bare, recorded), time.monotonic() + seconds
+            while time.monotonic() < until or len(found) < 3:
+                between = recorded.run_block()
+                time.sleep(2 * LINGER_S)  # until the writer thread has nothing to do
+                after = bare.run_block()
+                mean = (before[0] + after[0]) / 2, (before[1] + after[1]) / 2
+                found.append((mean, between))
+                before = after
+                if len(found) % BLOCKS_OF_A_TEXT == 0:
+                    before = _begin(bare, recorded)
     return {
-        "wall_ms": _difference([after[0] - before[0] for before, after in pairs]),
-        "cpu_ms": _difference([after[1] - before[1] for before, after in pairs]),
-        "blocks": len(pairs),
-    }, statistics.median(before[0] for before, _ in pairs)
+        "wall_ms": _difference([between[0] - mean[0] for mean, between in found]),
+        "cpu_ms": _difference([between[1] - mean[1] for mean, between in found]),
+        "blocks": len(found),
+    }, statistics.median(mean[0] for mean, _ in found)
+
+
+def _begin(bare: GreedyLoop, recorded: GreedyLoop) -> Times:
+    """Begin a text in both; returns the times of the first bare block."""
+    recorded.begin()
+    recorded.run_block()
+    time.sleep(2 * LINGER_S)
+    bare.begin()
+    return bare.run_block()
 
 
 def _difference(values: Sequence[float]) -> dict[str, float]:

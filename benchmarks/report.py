@@ -278,12 +278,13 @@ QUESTIONS: Sequence[Question] = (
     ),
     Question(
         "Which parts of `flexinspect.watch` cost what?",
-        "What a decode step takes more, with one torch thread, in blocks of 16 steps of a bare and "
-        "of a recorded copy of the model in turns (mean and standard error). *The smallest "
-        "recorder* keeps references to the output and the attention call of each layer and copies "
-        "the newest logits, and a thread writes the shapes of the calls, the ten best tokens, "
-        "entropy and time into SQLite; it checks nothing. *Hooks in the layers alone*: what they "
-        "keep is dropped. *Steps without any hook*: steps are found, numbered and stored empty.",
+        "What a decode step takes more, with one torch thread, in blocks of 48 steps of a "
+        "recorded copy of the model between blocks of a bare one (mean and standard error). *The "
+        "smallest recorder* keeps references to the output and the attention call of each layer "
+        "and copies the newest logits, and a thread writes the shapes of the calls, the ten best "
+        "tokens, entropy and time into SQLite; it checks nothing. *Hooks in the layers alone*: "
+        "what they keep is dropped. *Steps without any hook*: steps are found, numbered and stored "
+        "empty.",
         "parts --threads 1",
         "parts-1-threads",
         parts.table,

@@ -12,18 +12,23 @@ from benchmarks import parts
 from flexinspect_hooks.observers.attention.attention_hook import AttentionHook
 
 
+@pytest.fixture(autouse=True)
+def _short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"BLOCK": 4, "UNTIMED": 1, "LINGER_S": 0.0}.items():
+        monkeypatch.setattr(parts, name, value)
+
+
 def test_every_part_of_every_level_has_a_row() -> None:
     facts = parts.measure(make_model("llama", vocab_size=600), 0.0)
     rows = parts.table(facts).splitlines()[2:]
-    names = list(parts.parts_of("basic"))
-    assert len(rows) == 2 + 1 + 3 * len(names)  # the head, the smallest recorder, three levels
+    assert len(rows) == 2 + len(parts.cases())  # the head, and the parts
     assert all(one["blocks"] >= 3 for one in facts["parts"])
     assert facts["ms_without"] > 0
 
 
-@pytest.mark.parametrize("name", list(parts.parts_of("basic")))
+@pytest.mark.parametrize("level_and_name", list(parts.cases())[1:], ids=" ".join)
 def test_a_part_leaves_out_what_it_says(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    level_and_name: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[int] = []
     opened = AttentionHook.open
@@ -34,13 +39,16 @@ def test_a_part_leaves_out_what_it_says(
 
     monkeypatch.setattr(AttentionHook, "open", note)
     model, path = make_model("llama", vocab_size=600), tmp_path / "part.flextrace"
-    with parts.parts_of("basic")[name](model, path):
-        parts.GreedyLoop(model, range(5, 25)).run_block()
+    name = level_and_name[1]
+    with parts.cases()[level_and_name](model, path):
+        loop = parts.GreedyLoop(model, range(5, 25))
+        loop.begin()
+        loop.run_block()
     n_layers = model.config.num_hidden_layers
     # Only this part drops what a forward left when the next one begins.
-    assert (max(kept, default=0) == n_layers) is (name == "hooks in the layers alone")
+    assert (max(kept, default=0) == n_layers) is (name == parts.IN_LAYERS)
     with flexinspect.open_trace(path) as reader:
         n_steps = reader.n_steps(0) if reader.generations() else 0
         calls = reader.calls(0, 1) if n_steps else []
-    assert bool(n_steps) is (name in ("steps without any hook", "all"))
-    assert bool(calls) is (name == "all")
+    assert bool(n_steps) is (name in (parts.WITHOUT_HOOKS, parts.ALL))
+    assert bool(calls) is (name == parts.ALL)
