@@ -78,7 +78,7 @@ def find_run(path: Path, name: str | None = None) -> tuple[RankRun, list[str]]:
     """
     folder = path if path.is_dir() else path.parent
     if not path.exists():
-        what = f"There is no file or folder {path}."
+        what = f"{path} does not exist."
         raise UsageError(what, hint="Name a folder with the traces of the ranks.")
     runs, notes = find_runs(folder)
     if path != folder:

@@ -49,7 +49,7 @@ def test_default_names_with_other_seconds_are_one_run_and_a_later_run_is_another
 def test_a_path_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         find_run(tmp_path / "traces")
-    assert caught.value.message == f"There is no file or folder {tmp_path / 'traces'}."
+    assert caught.value.message == f"{tmp_path / 'traces'} does not exist."
 
 
 def test_runs_of_one_name_without_a_launch_are_told_apart_by_their_start(tmp_path: Path) -> None:
