@@ -104,7 +104,7 @@ def test_a_folder_without_ranks_gets_a_sentence_and_a_damaged_trace_is_named(
     assert caught.value.hint == f"It has 1 trace of single processes: {opened}"
     with pytest.raises(UsageError, match=r"alone\.flextrace is not the trace of a rank"):
         find_run(alone)
-    with pytest.raises(UsageError, match="There is no"):
+    with pytest.raises(UsageError, match="does not exist"):
         find_run(tmp_path / "nothing")
     write_training(tmp_path / "t-rank0.flextrace", 0, 2)
     (tmp_path / "t-rank1.flextrace").write_bytes(b"no trace" * 100)
