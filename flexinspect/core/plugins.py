@@ -96,6 +96,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "row_roles": "flexinspect.rules.masks.decode_rows:RowRolesRule",
         "reach": "flexinspect.rules.masks.transitive_reach:TransitiveReachRule",
         "tables": "flexinspect.rules.masks.block_tables:BlockTablesRule",
+        "repeated_kv_heads": "flexinspect.rules.attention.repeated_kv_heads:RepeatedKVHeadsRule",
         "heads": "flexinspect.rules.masks.heads_and_batches:HeadsRule",
         "hidden_keys": "flexinspect.rules.masks.hidden_keys:HiddenKeysRule",
         "late_binding": "flexinspect.rules.masks.late_binding:LateBindingRule",

@@ -11,7 +11,7 @@ from support.paths import DOCS
 
 from flexinspect.records.debug_switches import SWITCHES, short_name
 from flexinspect_hooks import training_debuggers
-from flexinspect_hooks.training_debuggers import switch_board
+from flexinspect_hooks.training_debuggers import debug_functions
 
 PAGE = (DOCS / "debugger-api.md").read_text("utf-8")
 BLOCK = re.compile(r"```python\n(.*?)```\n+(?:```text\n(.*?)```)?", re.DOTALL)
@@ -22,7 +22,7 @@ def test_every_block_of_the_page_prints_what_stands_below_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(switch_board, "_common_boards", [])
+    monkeypatch.setattr(debug_functions, "_common_boards", [])
     names: dict[str, Any] = {"__name__": "page"}
     blocks = BLOCK.findall(PAGE)
     assert len(blocks) == PAGE.count("```python") >= 8

@@ -10,7 +10,7 @@ from flexinspect.core.errors import UsageError
 from flexinspect.inputs.config import load_config
 
 
-def test_switches_are_set_by_full_and_by_short_name(home: Path) -> None:
+def test_debug_functions_are_set_by_full_and_by_short_name(home: Path) -> None:
     (home / "flexinspect.toml").write_text(
         "[debugging]\ndebug_memory_usage = true\ngradient_norms = true\nvalidation = false\n"
     )

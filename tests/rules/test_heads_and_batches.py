@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from support.masked_traces import causal, model_on, own_attention, registered
 from support.planting import of, one, planted, serious
 from support.tiny import ids
@@ -101,35 +100,6 @@ def test_a_padded_batch_makes_no_finding(tmp_path: Path) -> None:
         ),
     )
     assert [f.id for f in found if "batch" in f.id] == []
-
-
-def test_keys_repeated_as_a_whole_are_an_error_but_head_by_head_are_not(tmp_path: Path) -> None:
-    found = {}
-    for way in ("repeat", "repeat_interleave"):
-
-        def attention(
-            module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, *, way: str = way, **kw: Any
-        ) -> Any:
-            groups = q.shape[1] // k.shape[1]
-            if way == "repeat":
-                k, v = (part.repeat(1, groups, 1, 1) for part in (k, v))
-            else:
-                k, v = (part.repeat_interleave(groups, 1) for part in (k, v))
-            is_causal = q.shape[2] > 1
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=kw["scaling"])
-            return out.transpose(1, 2).contiguous(), None
-
-        with registered(attention) as name:
-            model = model_on(name)
-            prompt = prompts(1)
-            run = lambda model=model, prompt=prompt: model.generate(  # noqa: E731
-                prompt, max_new_tokens=3, do_sample=False
-            )
-            found[way] = planted(tmp_path, model, run, name=way)
-    finding = one(found["repeat"], "attention.keys-tiled")
-    assert (finding.severity, finding.layers, finding.step) == (Severity.ERROR, (0, 1, 2), 0)
-    assert "the keys of 4 query heads were repeated as a whole" in finding.sentence
-    assert of(found["repeat_interleave"], "attention.keys-tiled") == []
 
 
 def test_a_head_with_a_mask_of_its_own_is_named_with_its_kv_head(tmp_path: Path) -> None:

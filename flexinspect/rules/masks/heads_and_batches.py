@@ -23,31 +23,19 @@ from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.masks.mask_findings import KNOWN_BACKENDS, MASK_FUNCTION_EVENT, NO_MASK
 from flexinspect.rules.masks.mask_views import Calls, call_layers, format_mask_mod, layers_of
 
-KEYS_TILED_EVENT = "keys-tiled"
 _MAX_NAMED_HEADS = 8  # up to this many, a sentence names the KV head of each head
 
 
 class HeadsRule(Rule):
-    """Reports heads with a mask of their own, with their KV heads, and wrongly repeated keys."""
+    """Reports heads with a mask of their own, with their KV heads."""
 
     name = "heads"
     needs = (imported.MASKS,)
     handles_standalone_calls = True
-    findings = finding_kinds("mask.by-head", "attention.keys-tiled")
+    findings = finding_kinds("mask.by-head")
 
     def on_step(self, step: StepRecord) -> Findings:
-        """Return findings for the new masks of a step, and for its events about repeated keys."""
-        for event in step.events:
-            if event.kind == KEYS_TILED_EVENT:
-                layers = [int(layer) for layer in event.data["layers"]]
-                sentence = (
-                    f"In {format_step_layers(layers, step)} the keys of {event.data['q_heads']} "
-                    "query heads were repeated as a whole (repeat), not head by head "
-                    "(repeat_interleave): query head 1 reads the keys of another group than its "
-                    "neighbour, query head 0."
-                )
-                id_, data = "attention.keys-tiled", event.data
-                yield self.finding(step, id_, sentence, layers, data, head=1, series="tiled")
+        """Return findings for the new masks of a step."""
         # Layers that each build their own mask share one finding.
         alike: dict[tuple[str | None, tuple[int, ...]], tuple[MaskRecord, list[CallRecord]]] = {}
         for mask in step.masks:

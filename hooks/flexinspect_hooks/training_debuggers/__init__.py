@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flexinspect_hooks.training_debuggers.async_logger import AsyncTrainingLogger
-    from flexinspect_hooks.training_debuggers.debug_log import debug_logging
-    from flexinspect_hooks.training_debuggers.diffusion import DiffusionModelDebugger
-    from flexinspect_hooks.training_debuggers.profiling import profile_model_performance
-    from flexinspect_hooks.training_debuggers.pytorch_debugger import PyTorchDebugger, debug_context
-    from flexinspect_hooks.training_debuggers.switch_board import (
+    from flexinspect_hooks.training_debuggers.debug_functions import (
         SwitchBoard,
         board_of_settings,
         disable_debugging,
         enable_debugging,
         get_debugging_status,
     )
+    from flexinspect_hooks.training_debuggers.debug_log import debug_logging
+    from flexinspect_hooks.training_debuggers.diffusion import DiffusionModelDebugger
+    from flexinspect_hooks.training_debuggers.profiling import profile_model_performance
+    from flexinspect_hooks.training_debuggers.pytorch_debugger import PyTorchDebugger, debug_context
     from flexinspect_hooks.training_debuggers.training_debugger import TrainingDebugger
     from flexinspect_hooks.training_debuggers.training_loop import EarlyStopping, TrainingLoop
 
@@ -48,7 +48,7 @@ _MODULES = {
     "diffusion": "DiffusionModelDebugger",
     "profiling": "profile_model_performance",
     "pytorch_debugger": "PyTorchDebugger debug_context",
-    "switch_board": "SwitchBoard board_of_settings disable_debugging enable_debugging "
+    "debug_functions": "SwitchBoard board_of_settings disable_debugging enable_debugging "
     "get_debugging_status",
     "training_debugger": "TrainingDebugger",
     "training_loop": "EarlyStopping TrainingLoop",

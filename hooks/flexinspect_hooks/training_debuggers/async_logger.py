@@ -16,9 +16,9 @@ from flexinspect.core.errors import UsageError
 from flexinspect.records.debug_switches import DebugLevel, DictDataclass, TrainingPhase
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.training_debuggers.base_debugger import HISTORY
+from flexinspect_hooks.training_debuggers.debug_functions import SwitchBoard
 from flexinspect_hooks.training_debuggers.debug_log import log
 from flexinspect_hooks.training_debuggers.pytorch_debugger import PyTorchDebugger
-from flexinspect_hooks.training_debuggers.switch_board import SwitchBoard
 
 Phase = TrainingPhase | str | None
 Facts = Mapping[str, Any] | None

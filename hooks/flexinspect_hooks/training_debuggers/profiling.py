@@ -20,8 +20,8 @@ from flexinspect.core.errors import FlexInspectError, UsageError
 from flexinspect.inputs.model_sizes import human_count
 from flexinspect.records.debug_switches import DictDataclass
 from flexinspect_hooks.capture import argument_checks
+from flexinspect_hooks.training_debuggers.debug_functions import SwitchBoard
 from flexinspect_hooks.training_debuggers.debug_log import log
-from flexinspect_hooks.training_debuggers.switch_board import SwitchBoard
 
 PROFILER_SWITCH = "enable_autograd_profiler"
 TENSORBOARD_SWITCH = "enable_tensorboard_profiler"

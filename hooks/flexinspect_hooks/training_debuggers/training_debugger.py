@@ -16,8 +16,8 @@ from msgspec.structs import asdict, replace
 from torch import Tensor, nn
 
 import flexinspect_hooks.training_debuggers.base_debugger as base_debugger
+import flexinspect_hooks.training_debuggers.debug_functions as debug_functions
 import flexinspect_hooks.training_debuggers.measurements as measurements
-import flexinspect_hooks.training_debuggers.switch_board as switch_board
 from flexinspect.core.errors import UsageError
 from flexinspect.core.parsing import parse_json
 from flexinspect.records import training_step
@@ -28,10 +28,10 @@ from flexinspect_hooks.control.control_protocols import AnomalyCounts
 from flexinspect_hooks.training import gradient_statistics
 from flexinspect_hooks.training.gradient_statistics import GradientLimits, learning_rates
 from flexinspect_hooks.training_debuggers.base_debugger import Anomaly
+from flexinspect_hooks.training_debuggers.debug_functions import SwitchBoard
 from flexinspect_hooks.training_debuggers.debug_log import log
 from flexinspect_hooks.training_debuggers.measurements import TensorInfo
 from flexinspect_hooks.training_debuggers.profiling import PROFILE_FOLDER, ProfilerWindows
-from flexinspect_hooks.training_debuggers.switch_board import SwitchBoard
 
 ROTATION_STEPS = 16  # at EXTREME every weight is checked once in this many steps, or more
 MIN_WEIGHTS_PER_STEP = 4  # the fewest weights that are checked in one step
@@ -86,7 +86,7 @@ class TrainingFigures(DictDataclass):
     gradient_vanishing_rate: float
 
 
-class TrainingDebugger(switch_board.HasSwitches, base_debugger.BaseDebugger):
+class TrainingDebugger(debug_functions.HasSwitches, base_debugger.BaseDebugger):
     """Checks each training step after its backward pass, before the optimizer uses the gradients.
 
     `switches` is its own board, by default the common one. A step is an anomaly if the norm of one
@@ -108,8 +108,8 @@ class TrainingDebugger(switch_board.HasSwitches, base_debugger.BaseDebugger):
     ) -> None:
         if switches is not None and not isinstance(switches, SwitchBoard):
             raise UsageError(f"switches must be a SwitchBoard, not a {type(switches).__name__}.")
-        self.switches = switches or switch_board.common_board()
-        self.switch_log = switch_board.SwitchLog(self.switches)
+        self.switches = switches or debug_functions.common_board()
+        self.switch_log = debug_functions.SwitchLog(self.switches)
         self._windows = ProfilerWindows(self.switches, folder=profile_folder)
         self._metrics: dict[str, Metric] = {}
         self._parameters = gradient_statistics.ParameterList()

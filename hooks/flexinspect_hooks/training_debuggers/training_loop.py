@@ -21,9 +21,13 @@ from flexinspect.records.debug_switches import DebugLevel, DebugSwitches, DictDa
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.training.forward_passes import loss_of
 from flexinspect_hooks.training.gradient_statistics import learning_rates
+from flexinspect_hooks.training_debuggers.debug_functions import (
+    HasSwitches,
+    SwitchBoard,
+    batch_size,
+)
 from flexinspect_hooks.training_debuggers.measurements import logits_of
 from flexinspect_hooks.training_debuggers.profiling import PROFILE_FOLDER, ProfileSummary
-from flexinspect_hooks.training_debuggers.switch_board import HasSwitches, SwitchBoard, batch_size
 from flexinspect_hooks.training_debuggers.training_debugger import TrainingDebugger
 
 

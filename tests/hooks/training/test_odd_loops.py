@@ -27,7 +27,7 @@ from flexinspect_hooks.training import (
 )
 from flexinspect_hooks.training.gradient_statistics import learning_rates
 from flexinspect_hooks.training.watch_training import TrainingWatch, watch_training
-from flexinspect_hooks.training_debuggers import switch_board
+from flexinspect_hooks.training_debuggers import debug_functions
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 
@@ -79,7 +79,7 @@ def test_a_learning_rate_that_is_not_a_number_is_unknown(path: Path) -> None:
     data = TrainingData(step, {}, step_window(2, 0, 2, 3), points)
     assert ("learning rate", "unknown") in step_facts(data)
     assert learning_rates(SimpleNamespace(param_groups=[{}, {"lr": 2}]))[1] == 2.0
-    assert switch_board._format_rates((math.nan, 0.1)) == "unknown, 0.1"
+    assert debug_functions._format_rates((math.nan, 0.1)) == "unknown, 0.1"
 
 
 def test_parameters_that_are_unfrozen_or_replaced_later_are_measured(path: Path) -> None:

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from flexinspect_hooks.control import control_protocols
-from flexinspect_hooks.training_debuggers import switch_board
+from flexinspect_hooks.training_debuggers import debug_functions
 
 
 @pytest.fixture(autouse=True)
 def _no_board_of_other_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> Iterator[None]:
     """Give each test a new common board and new providers, and leave autograd as it was."""
-    monkeypatch.setattr(switch_board, "_common_boards", [switch_board.SwitchBoard()])
+    monkeypatch.setattr(debug_functions, "_common_boards", [debug_functions.SwitchBoard()])
     monkeypatch.setattr(control_protocols, "_counters", {})
     yield
-    switch_board._common_boards[0].disable_debugging()
+    debug_functions._common_boards[0].disable_debugging()
     assert not torch.is_anomaly_enabled()
 
 

@@ -200,13 +200,13 @@ def test_the_functions_of_the_package_set_the_common_board(
 def test_the_section_of_the_settings_sets_the_common_board(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flexinspect_hooks.training_debuggers import switch_board
+    from flexinspect_hooks.training_debuggers import debug_functions
 
     (tmp_path / "flexinspect.toml").write_text(
         "[debugging]\nvalidation = true\n[debugging.production]\nmemory_usage = true\n"
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(switch_board, "_common_boards", [])
+    monkeypatch.setattr(debug_functions, "_common_boards", [])
     assert flexinspect.get_debugging_status() == {
         **dict.fromkeys(NAMES, False),
         "debug_validation": True,
@@ -236,12 +236,12 @@ def test_a_condition_selects_the_steps_in_which_a_switch_acts(
 def test_a_switch_that_fails_is_turned_off_and_the_training_continues(
     lines: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flexinspect_hooks.training_debuggers import switch_board
+    from flexinspect_hooks.training_debuggers import debug_functions
 
     def broken(model: nn.Module) -> None:
         raise OSError("no counters here")
 
-    monkeypatch.setattr(switch_board, "memory_of", broken)
+    monkeypatch.setattr(debug_functions, "memory_of", broken)
     loop = made(DebugSwitches(debug_memory_usage=True, debug_gradient_norms=True))
     epochs = train(loop)
     assert [epoch.batches for epoch in epochs] == [2, 2]
@@ -410,7 +410,7 @@ def test_an_export_has_what_the_plugin_of_tensorboard_shows(
     assert products[0]["args"]["flops"] == 2 * batch * width * classes
     assert products[0]["args"]["Input Dims"][1] == [batch, width]
     frames = [one["name"] for one in events if one.get("cat") == "python_function"]
-    assert any("test_switches.py" in name and "forward" in name for name in frames)
+    assert any("test_debug_functions.py" in name and "forward" in name for name in frames)
     assert any(one.get("name") == "[memory]" for one in events)
     total = sum(one["args"].get("flops", 0) for one in events if isinstance(one.get("args"), dict))
     assert total == record.facts["flops"]  # type: ignore[attr-defined]
