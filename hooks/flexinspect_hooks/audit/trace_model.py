@@ -16,7 +16,8 @@ from flexinspect.inputs.config import load_config
 from flexinspect.inputs.hub_download import OnLoadProgress
 from flexinspect.inputs.model_names import ModelSource, resolve
 from flexinspect.trace.reader import TraceReader
-from flexinspect_hooks.observers.hidden_digests import WEIGHTS_STREAM, sample_weights
+from flexinspect_hooks.observers.hidden_digests import sample_weights
+from flexinspect_hooks.step_writer.layer_records import WEIGHTS_STREAM
 
 _NUMBER = re.compile(r" \(\d+\)$")
 _SCRIPT_HINT = (

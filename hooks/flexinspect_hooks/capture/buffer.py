@@ -10,9 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Values = Mapping[str, npt.NDArray[Any]]
-
-ACTIVATION_PREFIX, BFLOAT16 = "store/", "bfloat16/"
+from flexinspect_hooks.step_writer.values import ACTIVATION_PREFIX, BFLOAT16, MODIFIED
 
 Inputs = Tensor | Sequence[Tensor] | None
 
@@ -21,10 +19,6 @@ Reduction = Callable[..., Mapping[str, Any]]
 
 
 OnError = Callable[[Any, Exception], None]
-
-
-MODIFIED = "tensors-modified"
-"""The result of `unless_modified` where tensors were modified, and the event that reports it."""
 
 
 def unless_modified(tensors: Sequence[Tensor]) -> Callable[[Reduction], Reduction]:
@@ -208,12 +202,6 @@ def _as_numpy(tensor: Tensor) -> npt.NDArray[Any]:
     if tensor.dtype is torch.bfloat16:
         return tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
     return tensor.numpy()
-
-
-def with_prefix(values: Values, prefix: str) -> dict[str, npt.NDArray[Any]]:
-    """Return the values whose names begin with `prefix`, by the rest of their names."""
-    names = [name for name in values if name.startswith(prefix)]
-    return {name.removeprefix(prefix): values[name] for name in names}
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:

@@ -7,7 +7,8 @@ run in this order for each step, and the session catches whatever they raise:
 2. its own module or call hooks during the forward, which only keep references;
 3. `reduce` when the step's token is known: a few batched operations on the model's device, the
    results `put` into the buffer, the references dropped;
-4. `record` in the writer thread: numpy in, records out.
+4. `record` in the writer thread: numpy in, records out. Built-in hooks have an object for this in
+   `step_writer`, which knows neither torch nor the hook.
 
 A hook with a true `own_code_only` is used for code of the user only. flexinspect's own generation
 loop controls the inputs that such a hook would record.
@@ -27,72 +28,14 @@ from torch import nn
 from flexinspect.core import plugins
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.inputs.module_selectors import ModuleSelector
-from flexinspect.records import step as step_records
 from flexinspect.records.prompt import Segment
-from flexinspect.records.training_step import TrainingStepRecord
 from flexinspect.rules.engine import Rule
-from flexinspect_hooks.capture import buffer as step_buffer
-from flexinspect_hooks.capture.buffer import StepBuffer, Values
+from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.step_clock import StepContext
+from flexinspect_hooks.step_writer.step_draft import StepDraft, StepFacts, StepRecords
+from flexinspect_hooks.step_writer.values import Values
 
 Remove = Callable[[], None]
-
-
-class StepDraft(Struct):
-    """The records of a step while the hooks fill them in."""
-
-    context: StepContext
-    logits: step_records.LogitsRecord | None = None
-    memory: step_records.MemoryRecord | None = None
-    training: TrainingStepRecord | None = None
-    inputs: step_records.InputsRecord | None = None
-    tokens: tuple[step_records.TokenRecord, ...] = ()
-    calls: list[step_records.CallRecord] = field(default_factory=list)
-    builds: list[step_records.BuildRecord] = field(default_factory=list)
-    gpus: list[step_records.GpuRecord] = field(default_factory=list)
-    lens: list[step_records.LensRecord] = field(default_factory=list)
-    layer_stats: list[step_records.LayerStatRecord] = field(default_factory=list)
-    masks: list[step_records.MaskRecord] = field(default_factory=list)
-    arrays: list[step_records.ArrayRecord] = field(default_factory=list)
-    events: list[step_records.EventRecord] = field(default_factory=list)
-
-    def add_event(self, kind: str, text: str, data: Mapping[str, Any]) -> None:
-        """Add an event of the step."""
-        place = (self.context.started_at, self.context.generation, self.context.step)
-        self.events.append(step_records.EventRecord(kind, text, *place, data))
-
-    def add_activations(self, values: Values, streams: Sequence[str]) -> None:
-        """Add the stored tensors of these streams, stream by stream."""
-        records = []
-        for name, array in step_buffer.with_prefix(values, step_buffer.ACTIVATION_PREFIX).items():
-            dtype = "bfloat16" if name.startswith(step_buffer.BFLOAT16) else None
-            stream, _, layers = name.removeprefix(step_buffer.BFLOAT16).rpartition(".")
-            if stream in streams:
-                numbers = map(int, layers.split(","))
-                records += [
-                    step_records.ArrayRecord(stream, part, layer, dtype)
-                    for layer, part in zip(numbers, array, strict=True)
-                ]
-        self.arrays += sorted(records, key=lambda record: streams.index(record.stream))
-
-    def assemble(self) -> step_records.StepRecord:
-        """Return the record of the step. Events of the forward come before those of the hooks."""
-        step = self.context
-        place = (step.started_at, step.generation, step.step)
-        self.events[:0] = [
-            step_records.EventRecord(kind, text, *place, *data) for kind, text, *data in step.events
-        ]
-        drafted = {name: getattr(self, name) for name in self.__struct_fields__[1:]}
-        lists = {name: tuple(part) for name, part in drafted.items() if isinstance(part, list)}
-        own = {name: getattr(step, name) for name in _STEP_FIELDS}
-        return step_records.StepRecord(**own, **(drafted | lists), capture_ms=step.capture_s * 1e3)
-
-
-_STEP_FIELDS = (
-    *("generation", "step", "branch", "phase"),
-    *("q_len", "kv_before", "kv_after", "started_at", "wall_ms"),
-)
-"""Fields that a `StepRecord` takes from its `StepContext`."""
 
 
 # a proxy of a deleted model cannot be compared
@@ -167,6 +110,8 @@ class Hook:
     """One source of records; see the module for its methods. A plug-in need not derive from it."""
 
     name: str
+    records: StepRecords | None = None
+    """What makes the records of this hook's values, set when the hook is installed."""
 
     def install(self, context: CaptureContext) -> Iterable[Remove]:
         """Install hooks and return the functions that remove them."""
@@ -181,8 +126,13 @@ class Hook:
     def reduce(self, step: StepContext, buffer: StepBuffer) -> Any:
         """Reduce the kept references; the return value goes to `record` (no tensors in it)."""
 
-    def record(self, step: StepContext, kept: Any, values: Values, draft: StepDraft) -> None:
+    def record(self, step: StepFacts, kept: Any, values: Values, draft: StepDraft) -> None:
         """Turn the reduced values into records (writer thread)."""
+        if self.records is not None:
+            self.records.record(step, kept, values, draft)
+
+    def stop_deferring(self) -> None:
+        """Values of a step were modified before they were read, so later ones must not wait."""
 
 
 def built_in_hooks() -> tuple[list[Hook], dict[str, str]]:

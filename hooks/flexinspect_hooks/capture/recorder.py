@@ -23,11 +23,13 @@ from flexinspect.rules.engine import RuleResults, RuleRunner
 from flexinspect.rules.run_failures import failure_finding
 from flexinspect.trace.file.writer import NO_MEMORY, TraceWriter
 from flexinspect.trace.replay import replay_parents_from_path
-from flexinspect_hooks.capture.buffer import StepBuffer, Values
-from flexinspect_hooks.capture.hook import Hook, StepDraft
+from flexinspect_hooks.capture.buffer import StepBuffer
+from flexinspect_hooks.capture.hook import Hook
 from flexinspect_hooks.capture.size_limit import SizeLimit
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.python_internals.threads import background_thread
+from flexinspect_hooks.step_writer.step_draft import StepDraft
+from flexinspect_hooks.step_writer.values import Values
 
 LINGER_S = 0.2
 """How long a step may wait for later steps before it is written.
@@ -349,6 +351,9 @@ class Recorder:
                         hook.record(item.context, kept, item.values, item.draft)
                     except Exception as error:
                         self._report_hook_error(hook, error, item.context)
+                    if item.draft.are_values_lost:
+                        item.draft.are_values_lost = False
+                        hook.stop_deferring()
         records = []
         for item in items:
             record = item.draft.assemble()

@@ -10,54 +10,32 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct, field
+from msgspec import field
+
+from flexinspect_hooks.step_writer.step_draft import StepFacts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-StepEvent = tuple[str, str] | tuple[str, str, Mapping[str, Any]]
-"""An event of a step: its kind, its text, and optional facts."""
 
+class StepContext(StepFacts):
+    """One step while it is open. The writer thread gets its plain facts, not its tensors."""
 
-class StepContext(Struct):
-    """One step while it is open. The writer thread gets its plain numbers, not its tensors."""
-
-    generation: int
-    step: int
-    phase: str
-    q_len: int
-    kv_before: int
-    level: str
-    started_at: float = field(default_factory=time.time)
     started: float = field(default_factory=time.perf_counter)
-    branch: int = 0
-    token_id: int | None = None
     logits: Tensor | None = None
     scores: Tensor | None = None
     processed: tuple[tuple[str, Tensor], ...] = ()
     """The scores after each logits processor, with its name."""
-    processors: tuple[str, ...] = ()
-    """The names in `processed`, which stay when the tensors are dropped."""
-    is_scored: bool = True
-    """Whether the token was chosen from `scores` (from the logits if `scores` is None)."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """The forward's arguments by name; only set while hooks open."""
     output: Any = None
     """The forward's return value."""
     read_positions: tuple[Tensor | None, list[int]] = (None, [])
     """A table of position ids that the forward got, and its first row, where it was read."""
-    wall_ms: float = 0.0
-    capture_s: float = 0.0
     off_cpu_before: float = 0.0
     """`off_cpu_s()` when the forward began."""
     writes_before: int = 0
     """`Recorder.n_writes` when the forward began."""
-    events: list[StepEvent] = field(default_factory=list)
-
-    @property
-    def kv_after(self) -> int:
-        """Keys in the cache once this step's rows are added."""
-        return self.kv_before + self.q_len
 
     def drop_references(self) -> None:
         """Drop every tensor, so that capture does not keep a step's memory alive."""

@@ -6,15 +6,17 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
-from flexinspect_hooks.capture.buffer import StepBuffer, Values
+from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.collective_log import (
     CollectiveLog,
     collective_arrays,
     observe_collectives,
 )
-from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
+from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove
 from flexinspect_hooks.capture.rank_facts import current_rank
 from flexinspect_hooks.capture.step_clock import StepContext
+from flexinspect_hooks.step_writer.step_draft import StepDraft, StepFacts
+from flexinspect_hooks.step_writer.values import Values
 
 
 class CollectivesHook(Hook):
@@ -43,6 +45,6 @@ class CollectivesHook(Hook):
         """Take the calls of the step."""
         return () if self._is_alone else self._log.take()
 
-    def record(self, step: StepContext, kept: Any, values: Values, draft: StepDraft) -> None:
+    def record(self, step: StepFacts, kept: Any, values: Values, draft: StepDraft) -> None:
         """Add the calls as arrays."""
         draft.arrays += collective_arrays(kept)

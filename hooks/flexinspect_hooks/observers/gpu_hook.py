@@ -18,9 +18,11 @@ from typing import Any
 import torch
 
 from flexinspect.records.step import GPU_EVENT, GpuRecord
-from flexinspect_hooks.capture.buffer import StepBuffer, Values
-from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
+from flexinspect_hooks.capture.buffer import StepBuffer
+from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove
 from flexinspect_hooks.capture.step_clock import StepContext
+from flexinspect_hooks.step_writer.step_draft import StepDraft, StepFacts
+from flexinspect_hooks.step_writer.values import Values
 
 NO_BINDING = (
     "The GPU is not read, because the package nvidia-ml-py is not installed: "
@@ -55,7 +57,7 @@ class GpuHook(Hook):
     def reduce(self, step: StepContext, buffer: StepBuffer) -> None:
         """Nothing is read in the model's thread: NVML may take a millisecond."""
 
-    def record(self, step: StepContext, kept: Any, values: Values, draft: StepDraft) -> None:
+    def record(self, step: StepFacts, kept: Any, values: Values, draft: StepDraft) -> None:
         """Read the GPU if the last reading is old enough."""
         now = time.monotonic()
         if self._nvml is not None and now - self._read_at >= MIN_INTERVAL_S:

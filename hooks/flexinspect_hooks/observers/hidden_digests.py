@@ -10,7 +10,7 @@ dtype, which products with a dense random matrix are not where matrix products r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -19,17 +19,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from flexinspect.records.step import ArrayRecord
 from flexinspect.rules.numerics.audit_findings import TRAINING_EVENT
 from flexinspect_hooks.capture.buffer import (
     Reduction,
     StepBuffer,
-    Values,
     stack_layers,
 )
 from flexinspect_hooks.capture.step_clock import StepContext
+from flexinspect_hooks.step_writer.layer_records import DIGEST_STREAM, WEIGHTS_STREAM
 
-DIGEST_STREAM, WEIGHTS_STREAM = "audit.digests", "audit.weights"
 N_SUMS = 8
 """Signed sums per row and layer."""
 MAX_ROWS = 8
@@ -97,7 +95,7 @@ def _some_rows(outputs: Sequence[Tensor]) -> Tensor:
 
 
 class HiddenDigests:
-    """Puts the digests of each step's hidden states into its buffer, and stores them."""
+    """Puts the digests of each step's hidden states into its buffer."""
 
     def __init__(self) -> None:
         self._is_off = False
@@ -155,12 +153,6 @@ class HiddenDigests:
         found = sample_weights(parameters)
         if found is not None:
             buffer.put(WEIGHTS_STREAM, found)
-
-    def arrays(self, values: Values) -> Iterator[ArrayRecord]:
-        """Yield the arrays of a step."""
-        for stream in (DIGEST_STREAM, WEIGHTS_STREAM):
-            if stream in values:
-                yield ArrayRecord(stream, values[stream])
 
 
 def _sums(n_batch: int, sign: Any, _xp: Any, rows: Any) -> dict[str, Any]:

@@ -9,33 +9,28 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from msgspec import Struct, field
 from torch import Tensor, nn
 
-from flexinspect.records.step import Array, ArrayRecord, InputsRecord
-from flexinspect_hooks.capture.buffer import StepBuffer, Values
-from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
+from flexinspect_hooks.capture.buffer import StepBuffer
+from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.observers.attention.score_mod_cells import CLOSED_SCORE
+from flexinspect_hooks.step_writer.input_records import InputRecords, KeptInputs, Lengths
 
 CACHE_OFF = "cache-disabled"
 PACKED_REQUESTS = "packed-requests"
 LEARNED_POSITIONS = "learned-positions"
 
-_TABLES = ("ids", "positions", "mask", "seen")
 _MAX_CELLS = 1 << 22
 """Larger masks of a batch are not reduced: so many cells take 5 ms on a CPU, once for a prompt."""
 SMALL_TABLE = 64
 """Ids in a table on a CPU that is read as a list, which costs less than one operation of torch."""
-
-_Lengths = list[int | None]
-"""Keys per layer; None for a layer whose length is a tensor, which goes through the buffer."""
 
 
 class _PendingInputs(Struct):
@@ -44,17 +39,8 @@ class _PendingInputs(Struct):
     batch: int = 1
     positions: Any = None
     cache: weakref.ref[Any] | None = None
-    before: tuple[_Lengths, Tensor | None] = ([], None)
+    before: tuple[Lengths, Tensor | None] = ([], None)
     tables: dict[str, Tensor] = field(default_factory=dict)
-
-
-class _KeptInputs(NamedTuple):
-    """What the writer thread gets; `positions` are those of a small table."""
-
-    batch: int
-    before: _Lengths
-    after: _Lengths
-    positions: list[list[int]] | None
 
 
 class InputsHook(Hook):
@@ -66,7 +52,7 @@ class InputsHook(Hook):
     def install(self, context: CaptureContext) -> Iterable[Remove]:
         """Put a hook on the model's first decoder layer."""
         first = next((block for _, block in context.blocks.values()), None)
-        self._pending = _PendingInputs()
+        self._pending, self.records = _PendingInputs(), InputRecords()
         self._position_embedding = _position_embedding_name(context.model)
         first_id, is_dynamo_compiling = id(first), torch.compiler.is_dynamo_compiling
 
@@ -102,7 +88,7 @@ class InputsHook(Hook):
                 text = f"Position ids are looked up in {self._position_embedding}."
                 step.events.append((LEARNED_POSITIONS, text))
 
-    def reduce(self, step: StepContext, buffer: StepBuffer) -> _KeptInputs:
+    def reduce(self, step: StepContext, buffer: StepBuffer) -> KeptInputs:
         """Put tables, and lengths that are tensors; nothing waits for the device."""
         pending, self._pending = self._pending, _PendingInputs()
         if pending.cache is None:
@@ -120,26 +106,7 @@ class InputsHook(Hook):
         for name, table in (pending.tables | lengths).items():
             if table is not None:
                 buffer.put(name, table)
-        return _KeptInputs(pending.batch, pending.before[0], after[0], small)
-
-    def record(
-        self, step: StepContext, kept: _KeptInputs, values: Values, draft: StepDraft
-    ) -> None:
-        """Write the step's `InputsRecord`, and the tables of a batch as arrays."""
-        tables = {name: values.get(f"inputs.{name}") for name in _TABLES}
-        if kept.positions is not None:
-            tables["positions"] = np.asarray(kept.positions, np.int32)
-        positions = tables["positions"]
-        runs = () if positions is None or not len(positions) else _position_runs(positions[0])
-        draft.inputs = InputsRecord(
-            batch=kept.batch,
-            positions=runs,
-            cached_before=_merge_lengths(kept.before, values.get("inputs.before")),
-            cached_after=_merge_lengths(kept.after, values.get("inputs.after")),
-        )
-        for name, table in tables.items():
-            if table is not None and (name != "positions" or len(table) > 1):
-                draft.arrays.append(ArrayRecord(f"inputs.{name}", table))
+        return KeptInputs(pending.batch, pending.before[0], after[0], small)
 
 
 def _seen_keys(mask: Any, batch: int, step: StepContext) -> Tensor | None:
@@ -178,7 +145,7 @@ def _weak_cache(cache: Any) -> weakref.ref[Any] | None:
     return None
 
 
-def _cached_lengths(cache: Any) -> tuple[_Lengths, Tensor | None]:
+def _cached_lengths(cache: Any) -> tuple[Lengths, Tensor | None]:
     """Return the cached keys per layer; lengths of static layers are tensors, and are copied."""
     layers = getattr(cache, "layers", None)
     if not isinstance(layers, list):
@@ -193,20 +160,6 @@ def _cached_lengths(cache: Any) -> tuple[_Lengths, Tensor | None]:
     tensors = [length for length in read if isinstance(length, Tensor)]
     lengths = [None if isinstance(length, Tensor) else int(length) for length in read]
     return lengths, torch.stack(tensors) if tensors else None
-
-
-def _merge_lengths(lengths: Sequence[int | None], tensors: Array | None) -> tuple[int, ...]:
-    rest = iter(() if tensors is None else tensors.tolist())
-    return tuple(next(rest) if length is None else length for length in lengths)
-
-
-def _position_runs(ids: Array) -> tuple[tuple[int, int], ...]:
-    """Return position ids (rows,) as runs (first, count) that increase by one."""
-    if ids.size == 1:
-        return ((int(ids[0]), 1),)
-    starts = np.flatnonzero(np.diff(ids, prepend=ids[:1]) != 1)
-    stops = np.append(starts[1:], ids.size)
-    return tuple(zip(ids[starts].tolist(), (stops - starts).tolist(), strict=True))
 
 
 # -- the rows of one forward -----------------------------------------------------------------------

@@ -7,7 +7,6 @@ the model's own logits, so that a readout of another form is reported, not drawn
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexinspect.records.step import SPARSE_LENS_EVENT, LensRecord
-from flexinspect_hooks.capture.buffer import StepBuffer, Values
+from flexinspect.records.step import SPARSE_LENS_EVENT
+from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.step_clock import StepContext
 
 TOP_K = 5
@@ -124,38 +123,6 @@ class LogitLens:
         weight = next(iter(head.parameters()), hidden)
         logits: Tensor = head.forward(hidden.to(weight.device))[0].float()
         return self._rescale(logits)
-
-    def records(
-        self,
-        layers: Sequence[int],
-        step: StepContext,
-        values: Values,
-        text_of: Callable[[int], str],
-    ) -> list[LensRecord]:
-        """Return the records of the layers that `reduce` returned."""
-        found = []
-        chosen = values["lens.chosen"].tolist() if "lens.chosen" in values else None
-        error = float(values["lens.error"]) if "lens.error" in values else None
-        ids, logprobs = values["lens.ids"].tolist(), values["lens.logprobs"].tolist()
-        for number, layer in enumerate(layers):
-            rank, logprob = (-1, math.nan)
-            if chosen:
-                rank, logprob = chosen[number]
-            elif step.token_id in ids[number]:  # of a program, whose choice became known later
-                rank = ids[number].index(step.token_id)
-                logprob = logprobs[number][rank]
-            found.append(
-                LensRecord(
-                    layer,
-                    tuple(ids[number]),
-                    tuple(map(text_of, ids[number])),
-                    tuple(logprobs[number]),
-                    int(rank),
-                    logprob,
-                    error if layer == self._last else None,
-                )
-            )
-        return sorted(found, key=lambda record: record.layer)
 
 
 def output_head(model: nn.Module) -> nn.Module | None:

@@ -9,17 +9,16 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
-from msgspec.structs import replace
 from torch import nn
 
 from flexinspect.records.step import MemoryRecord
-from flexinspect_hooks.capture.buffer import StepBuffer, Values
-from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
+from flexinspect_hooks.capture.buffer import StepBuffer
+from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove
 from flexinspect_hooks.capture.step_clock import StepContext
+from flexinspect_hooks.step_writer.memory_records import MemoryRecords
 
 _STATUS = Path("/proc/self/status")
 _STATM = Path("/proc/self/statm")
@@ -50,6 +49,7 @@ class MemoryHook(Hook):
     def install(self, context: CaptureContext) -> Iterable[Remove]:
         """Sum the bytes of parameters and buffers, and choose the cheapest way to read the RSS."""
         self._context, self._memory = context, StepMemory(context.model)
+        self.records = MemoryRecords()
         return [self._memory.close]
 
     def open(self, step: StepContext) -> None:
@@ -61,14 +61,6 @@ class MemoryHook(Hook):
     def reduce(self, step: StepContext, buffer: StepBuffer) -> MemoryRecord:
         """Read the memory, here because the writer thread may write this step with later ones."""
         return self._memory.read(self._context.device)
-
-    def record(self, step: StepContext, kept: Any, values: Values, draft: StepDraft) -> None:
-        """Write the step's `MemoryRecord`; the cache's size is computed from the calls' shapes."""
-        kv_cache = 0
-        for call in draft.calls:
-            n_values = call.batch * call.kv_heads * call.kv_len * call.head_dim
-            kv_cache += 2 * n_values * int(getattr(torch, call.dtype).itemsize)
-        draft.memory = replace(kept, kv_cache=kv_cache)
 
 
 def peak_bytes(device: torch.device) -> int:

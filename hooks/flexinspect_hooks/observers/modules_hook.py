@@ -9,35 +9,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexinspect.records.step import LENS_EVENT, CallRecord, LayerStatRecord
+from flexinspect.records.step import LENS_EVENT
 from flexinspect_hooks.capture.buffer import (
-    MODIFIED,
     StepBuffer,
-    Values,
     stack_layers,
     unless_modified,
 )
-from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
+from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.observers.hidden_digests import HiddenDigests, version_of
 from flexinspect_hooks.observers.logit_lens import LogitLens
-
-NO_WEIGHTS = "not-attention-weights"
-
-TOLERANCE = 0.05
-"""Largest deviation of a row's sum from 1: rounding of bfloat16 over many keys."""
-
-
-class _Layers(NamedTuple):
-    """The layers whose outputs were reduced, and those that the logit lens has read."""
-
-    reduced: Sequence[int] = ()
-    lens: Sequence[int] = ()
+from flexinspect_hooks.step_writer.layer_records import (
+    LayerRecords,
+    ReducedLayers,
+    ReturnedWeightsRecords,
+    WeightShapes,
+)
 
 
 class ModuleHook(Hook):
@@ -56,7 +48,8 @@ class ModuleHook(Hook):
         self._outputs: list[tuple[int, Tensor, int | None]] = []
         self._digests = HiddenDigests()
         blocks = context.blocks.items()
-        self._names = {layer: name for layer, (name, _) in blocks}
+        names = {layer: name for layer, (name, _) in blocks}
+        self.records = LayerRecords(names, max(names, default=0), context.text_of)
         context.layer_outputs = lambda: self._outputs
         self._lens: LogitLens | None = None
         self._is_lens_made = self._is_modified = False
@@ -77,20 +70,20 @@ class ModuleHook(Hook):
     def open(self, step: StepContext) -> None:
         self._outputs.clear()
 
-    def reduce(self, step: StepContext, buffer: StepBuffer) -> _Layers:
+    def reduce(self, step: StepContext, buffer: StepBuffer) -> ReducedLayers:
         """Reduce the outputs (batch, rows, hidden) of all layers in one pass over their stack."""
         kept, self._outputs = self._outputs, []
         if not kept:
-            return _Layers()
+            return ReducedLayers()
         on_cpu = kept[0][1].device.type == "cpu"
         if step.level == "basic" and on_cpu and step.logits is not None:
             if step.q_len == 1 and step.logits.dtype is torch.float32 and self._can_wait(kept):
                 outputs = [output for _, output, _ in kept]
                 reduce = unless_modified(outputs)(_statistics_if_not_finite)
                 buffer.defer(reduce, outputs=outputs, logits=step.logits)
-                return _Layers([layer for layer, *_ in kept])
+                return ReducedLayers([layer for layer, *_ in kept])
             if math.isfinite(float(step.logits.max())):
-                return _Layers()
+                return ReducedLayers()
         stack: Sequence[Tensor] | Tensor | None = None
         guard = None
         if step.q_len == 1 and on_cpu and self._can_wait(kept):
@@ -114,7 +107,11 @@ class ModuleHook(Hook):
             self._digests.reduce(kept, stack, self._context.model, step, buffer, guard)
         layers = [(layer, output) for layer, output, _ in kept]
         lens = self._reduce_lens(layers, step, buffer) if step.level == "extreme" else []
-        return _Layers([layer for layer, _ in layers], lens)
+        return ReducedLayers([layer for layer, _ in layers], lens)
+
+    def stop_deferring(self) -> None:
+        """Outputs are modified in place: from now on they are copied."""
+        self._is_modified = True
 
     def _can_wait(self, kept: Sequence[tuple[int, Tensor, int | None]]) -> bool:
         """Whether the outputs may be read later, when it shows if they were modified meanwhile."""
@@ -139,37 +136,6 @@ class ModuleHook(Hook):
             text = f"The logit lens failed at step {step.step} and is off: "
             step.events.append((LENS_EVENT, f"{text}{type(error).__name__}: {error}"))
         return []
-
-    def record(self, step: StepContext, kept: _Layers, values: Values, draft: StepDraft) -> None:
-        """Write one `LayerStatRecord` per layer (at basic: per layer with NaN/Inf)."""
-        if MODIFIED in values:
-            self._is_modified = True  # from now on they are copied
-            text = (
-                "Outputs of layers were modified in place before they were read: this step has no "
-                "statistics of layers, and no digests."
-            )
-            draft.add_event(MODIFIED, text, {})
-        if "modules.stats" not in values:
-            return
-        draft.arrays += self._digests.arrays(values)
-        if kept.lens and self._lens is not None:
-            draft.lens += self._lens.records(kept.lens, step, values, self._context.text_of)
-        for layer, row in zip(kept.reduced, values["modules.stats"].tolist(), strict=True):
-            *statistics, n_nan, n_bad, first = row
-            if step.level == "basic" and not n_bad:
-                continue
-            draft.layer_stats.append(
-                LayerStatRecord(
-                    layer=layer,
-                    module=self._names[layer],
-                    n_nan=int(n_nan),
-                    n_inf=int(n_bad - n_nan),
-                    bad_row=int(first) if n_bad else None,
-                    **dict(zip(("min", "max", "mean", "std", "norm"), statistics, strict=True)),
-                )
-            )
-        if step.level == "extreme":
-            draft.add_activations(values, ("hidden",))
 
 
 def _statistics_if_not_finite(xp: Any, outputs: Sequence[Any], logits: Any) -> dict[str, Any]:
@@ -209,9 +175,6 @@ def _statistics(on_cpu: bool, n_rows: int, xp: Any, rows: Any) -> dict[str, Any]
     return {"modules.stats": xp.stack((low, high, mean, std, norm, n_nan, n_bad, first), 1)}
 
 
-_Shapes = list[tuple[int, ...] | None]
-
-
 class WeightsHook(Hook):
     """Checks `output.attentions` of steps whose forward returned them."""
 
@@ -220,6 +183,7 @@ class WeightsHook(Hook):
 
     def install(self, context: CaptureContext) -> Iterable[Remove]:
         """Put a hook on the model."""
+        self.records = ReturnedWeightsRecords()
         self._weights: Sequence[Any] = ()
         return [context.on_output(context.model, self._keep)]
 
@@ -229,7 +193,7 @@ class WeightsHook(Hook):
     def open(self, step: StepContext) -> None:
         self._weights = ()
 
-    def reduce(self, step: StepContext, buffer: StepBuffer) -> _Shapes:
+    def reduce(self, step: StepContext, buffer: StepBuffer) -> WeightShapes:
         """Return the shape of each layer's weights; put how far their rows' sums are from 1."""
         weights, self._weights = self._weights, ()
         errors = [_sum_error(t) for t in weights if isinstance(t, Tensor) and t.dim() > 1]
@@ -237,31 +201,8 @@ class WeightsHook(Hook):
             buffer.put("weights.off", torch.stack(errors))
         return [tuple(t.shape) if isinstance(t, Tensor) else None for t in weights]
 
-    def record(self, step: StepContext, kept: _Shapes, values: Values, draft: StepDraft) -> None:
-        """Write an event for each layer whose tensor cannot be attention weights."""
-        errors = iter(values["weights.off"].tolist() if "weights.off" in values else ())
-        call_of = {call.layer: call for call in draft.calls}
-        for layer, shape in enumerate(kept):
-            if shape is None:
-                continue
-            error = next(errors) if len(shape) > 1 else 0.0
-            if problem := _weights_problem(shape, error, call_of.get(layer)):
-                facts = {"layer": layer, "shape": list(shape)}
-                draft.add_event(NO_WEIGHTS, f"Layer {layer} returned {problem}", facts)
-
 
 def _sum_error(weights: Tensor) -> Tensor:
     """Return how far the sum of batch 0's last row is from 1, the largest over the heads."""
     rows = weights[0, ..., -1, :] if weights.dim() > 2 else weights[-1]
     return (rows.float().sum(-1) - 1).abs().amax()
-
-
-def _weights_problem(shape: tuple[int, ...], error: float, call: CallRecord | None) -> str:
-    expected = (call.batch, call.q_heads, call.q_len, call.kv_len) if call is not None else None
-    if len(shape) != 4 or (expected is not None and shape != expected):
-        wanted = expected or "(sequences, heads, rows, keys)"
-        sums = "" if error <= TOLERANCE else ", whose rows do not sum to 1"
-        return f"as attention weights a tensor {shape}{sums}; weights would be {wanted}."
-    if not error <= TOLERANCE:  # a NaN is an error, too
-        return f"attention weights whose newest row does not sum to 1: it is {error:.3g} off."
-    return ""

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from flexinspect.core.errors import UsageError
 from flexinspect.inputs.module_selectors import ModuleSelector, parse_selectors
-from flexinspect.records.step import ArrayRecord
-from flexinspect_hooks.capture.buffer import StepBuffer, Values
-from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
+from flexinspect_hooks.capture.buffer import StepBuffer
+from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove
 from flexinspect_hooks.capture.step_clock import StepContext
+from flexinspect_hooks.step_writer.layer_records import SelectedOutputRecords
 
 STREAM = "module"
 """The beginning of the streams: "module.mlp.down_proj" of a layer, or "module.lm_head"."""
@@ -37,7 +37,7 @@ class SelectedModulesHook(Hook):
 
     def install(self, context: CaptureContext) -> Iterable[Remove]:
         """Put a forward hook on each selected module; none without selectors."""
-        self._context = context
+        self._context, self.records = context, SelectedOutputRecords()
         self._outputs: dict[str, tuple[_Target, Tensor]] = {}
         if not context.selectors:
             return []
@@ -75,13 +75,6 @@ class SelectedModulesHook(Hook):
             buffer.put(f"selected/{len(stored)}", row.detach().clone())
             stored.append((stream, layer, row.dtype is torch.bfloat16))
         return stored
-
-    def record(self, step: StepContext, kept: Any, values: Values, draft: StepDraft) -> None:
-        """Add an array per stored output."""
-        for number, (stream, layer, is_bfloat16) in enumerate(kept or ()):
-            dtype = "bfloat16" if is_bfloat16 else None
-            array = values[f"selected/{number}"]
-            draft.arrays.append(ArrayRecord(stream, array, layer, dtype))
 
 
 def selected_modules(

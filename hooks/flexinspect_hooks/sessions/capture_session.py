@@ -37,12 +37,13 @@ from flexinspect_hooks.capture.hook import (
 )
 from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blocks
 from flexinspect_hooks.capture.recorder import N_IMMEDIATE_STEPS, FinishedStep, Recorder
-from flexinspect_hooks.capture.step_clock import StepClock, StepContext, StepEvent, off_cpu_s
+from flexinspect_hooks.capture.step_clock import StepClock, StepContext, off_cpu_s
 from flexinspect_hooks.capture.writer_slowdown import WriterSlowdown
 from flexinspect_hooks.control.control_protocols import SessionLevels, chosen_layers
 from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.python_internals.threads import available_cores
 from flexinspect_hooks.python_internals.torch_private import compilation_metrics, dynamo_counters
+from flexinspect_hooks.step_writer.step_draft import StepEvent
 
 _entered: list[CaptureSession] = []
 """Sessions that have hooks installed, in the order in which they were entered."""

@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from flexinspect.records import training_step
 from flexinspect.records.collectives import WEIGHTS_STREAM
 from flexinspect.records.step import ArrayRecord, GenerationRecord, MemoryRecord
-from flexinspect_hooks.capture.buffer import Values
 from flexinspect_hooks.capture.collective_log import collective_arrays
-from flexinspect_hooks.capture.hook import Hook, StepDraft
+from flexinspect_hooks.capture.hook import Hook
 from flexinspect_hooks.capture.step_clock import StepContext
+from flexinspect_hooks.step_writer.step_draft import StepDraft, StepFacts
+from flexinspect_hooks.step_writer.values import Values
 from flexinspect_hooks.training.forward_passes import StepPasses, is_remote
 from flexinspect_hooks.training.live_ranks import LiveRanks
 from flexinspect_hooks.training.measurement import GradientMeter
@@ -86,9 +87,8 @@ class TrainingStepDraft(StepPasses):
 
     def context(self, generation: int) -> StepContext:
         """The step's context for the writer thread."""
-        context = StepContext(
-            generation, self.number, "train", 0, 0, "", self.started_at, self.started
-        )
+        place = (generation, self.number, "train", 0, 0, "", self.started_at)
+        context = StepContext(*place, started=self.started)
         context.wall_ms, context.capture_s = self.wall_s * 1e3, self.own_s
         context.events += self.notes
         return context
@@ -168,7 +168,7 @@ class TrainingRecords(Hook):
     def __init__(self, ranks: LiveRanks) -> None:
         self._ranks = ranks
 
-    def record(self, step: StepContext, kept: Any, values: Values, draft: StepDraft) -> None:
+    def record(self, step: StepFacts, kept: Any, values: Values, draft: StepDraft) -> None:
         """Add the step's record, its memory and the statistics of its outputs."""
         draft.training, finished = kept
         weights = finished.weights.get(WEIGHTS_STREAM, ())

@@ -19,8 +19,9 @@ from weakref import WeakKeyDictionary, ref
 from msgspec import Struct
 from msgspec.structs import replace
 
-from flexinspect_hooks.capture.step_clock import StepContext, StepEvent
+from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.observers.inputs_hook import InputRows
+from flexinspect_hooks.step_writer.step_draft import StepEvent
 
 SEVERAL_ROWS = "chunked-input"
 UNKNOWN_CACHE = "unknown-cache"

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import flexinspect
 from flexinspect_hooks.observers.attention.call_series import CallSeries
-from flexinspect_hooks.observers.attention.mask_mod_code import SOURCE_EVENT
+from flexinspect_hooks.step_writer.mask_records import SOURCE_EVENT
 
 N_STEPS = 7
 CHANGED_AT = 4

@@ -15,19 +15,18 @@ from support.tiny import ids, make_model
 
 import flexinspect
 from flexinspect.trace.reader import TraceReader, open_trace
-from flexinspect_hooks.capture.buffer import MODIFIED
 from flexinspect_hooks.observers.hidden_digests import (
-    DIGEST_STREAM,
     MAX_ROWS,
     MODIFIED_EVENT,
     N_SUMS,
-    WEIGHTS_STREAM,
     digest,
     digest_rows,
     sample_weights,
     signed_sums,
     signs,
 )
+from flexinspect_hooks.step_writer.layer_records import DIGEST_STREAM, WEIGHTS_STREAM
+from flexinspect_hooks.step_writer.values import MODIFIED
 
 MASK = (1 << 64) - 1
 

@@ -19,6 +19,7 @@ from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blocks
 from flexinspect_hooks.observers import logit_lens
 from flexinspect_hooks.observers.logit_lens import LogitLens
+from flexinspect_hooks.step_writer.layer_records import lens_records
 
 IDS = torch.tensor([[1, 40, 77, 12, 205]])
 
@@ -41,7 +42,7 @@ def read(lens: LogitLens, rows: list[Tensor], **facts: Any) -> list[LensRecord]:
     with torch.no_grad():
         outputs = [(layer, row[None, None]) for layer, row in enumerate(rows)]
         layers = lens.reduce(outputs, range(len(rows)), step, buffer)
-    return lens.records(layers, step, buffer.values(), str) if layers else []
+    return lens_records(layers, len(rows) - 1, step, buffer.values(), str) if layers else []
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt2", "granite", "cohere"])

@@ -45,7 +45,7 @@ from flexinspect_hooks.generation.mask_source import (
 )
 from flexinspect_hooks.observers.attention import mask_capture
 from flexinspect_hooks.observers.attention.call_references import AttentionCall, CapturedMask
-from flexinspect_hooks.observers.attention.mask_capture import MaskStore
+from flexinspect_hooks.observers.attention.mask_capture import MaskCapture
 from flexinspect_hooks.observers.attention.segment_attention import newest_weights
 from flexinspect_hooks.sessions.capture_session import CaptureSession
 
@@ -302,7 +302,7 @@ def test_layers_with_another_number_of_heads_do_not_share_a_mask_by_head() -> No
     clock.set_next_step(0)
     step = clock.open((torch.zeros(1, 9, dtype=torch.int64),), {}, "advanced")
     refs = [call(0, 4), call(1, 2), call(2, 4), call(3, 2)]
-    masks = MaskStore().capture_masks(refs, step, StepBuffer(CPU))
+    masks = MaskCapture().capture_masks(refs, step, StepBuffer(CPU))
     assert [ref.captured.number for ref in refs] == [0, 1, 0, 1]
     assert [mask.cells.shape for mask in masks if mask.cells is not None] == [
         (4, 9, 9),

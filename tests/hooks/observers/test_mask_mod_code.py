@@ -26,11 +26,8 @@ from flexinspect_hooks.generation.mask_source import (
     arithmetic_mask_mod,
     shift_mask_mod,
 )
-from flexinspect_hooks.observers.attention.mask_mod_code import (
-    MAX_RUNS,
-    MaskModCodes,
-    record_sources,
-)
+from flexinspect_hooks.observers.attention.mask_mod_code import MaskModCodes
+from flexinspect_hooks.step_writer.mask_records import MAX_RUNS, MaskModValues, record_sources
 
 N = 10
 SEGMENT = torch.tensor([0, 1, 1, 1, 2, 2, 2, 3, 3, 3])
@@ -117,7 +114,7 @@ class Recorder:
     """Records mask_mods as a step does."""
 
     def __init__(self) -> None:
-        self._codes = MaskModCodes()
+        self._codes, self._values = MaskModCodes(), MaskModValues()
         self.sources: dict[str, SourceText] = {}
         self.n_put = 0
 
@@ -132,9 +129,9 @@ class Recorder:
         code, new = self._codes.capture(mask_mod, buffer)
         values = buffer.values()
         self.n_put += len(values)
-        self._codes.read_tensors(values)
+        self._values.read_tensors(values)
         record_sources(new, self)  # type: ignore[arg-type]
-        return self._codes.encode(code)
+        return self._values.encode(code)
 
     def evaluate(self, mask_mod: Any, *indices: int) -> Evaluation:
         return evaluate(self.record(mask_mod), self.sources, indices)
@@ -197,7 +194,7 @@ def test_a_tensor_is_read_once_and_again_after_a_change() -> None:
 
 
 def test_a_tensor_that_is_changed_before_it_is_written_keeps_its_value() -> None:
-    ids, codes = SEGMENT.clone(), MaskModCodes()
+    ids, codes, values = SEGMENT.clone(), MaskModCodes(), MaskModValues()
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return ids[q] == ids[k]
@@ -205,8 +202,8 @@ def test_a_tensor_that_is_changed_before_it_is_written_keeps_its_value() -> None
     buffer = StepBuffer(torch.device("cpu"))
     code, _ = codes.capture(mask_mod, buffer)
     ids.zero_()
-    codes.read_tensors(buffer.values())
-    assert codes.encode(code)["variables"]["ids"]["values"] == [0, 1, 2, 3]
+    values.read_tensors(buffer.values())
+    assert values.encode(code)["variables"]["ids"]["values"] == [0, 1, 2, 3]
 
 
 def test_a_tensor_with_many_runs_has_only_its_shape_and_the_reason_says_so() -> None:

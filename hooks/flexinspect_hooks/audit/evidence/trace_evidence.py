@@ -19,7 +19,8 @@ from flexinspect.trace.reader import TraceReader, load_steps
 from flexinspect.trace.replay import replay_steps
 from flexinspect_hooks.audit.evidence.step_evidence import StepEvidence
 from flexinspect_hooks.audit.forward.forward_run import HIDDEN, LOGITS
-from flexinspect_hooks.observers.hidden_digests import DIGEST_STREAM, MODIFIED_EVENT, digest_rows
+from flexinspect_hooks.observers.hidden_digests import MODIFIED_EVENT, digest_rows
+from flexinspect_hooks.step_writer.layer_records import DIGEST_STREAM
 
 STREAMS = (DIGEST_STREAM, "inputs.ids", "inputs.positions", "inputs.mask")
 _NO_MASK = ("none", "none, causal")

@@ -13,22 +13,21 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from threading import get_ident
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from flexinspect.core.text import plural
-from flexinspect.records.step import OWN_FUNCTION, ArrayRecord, BuildRecord, CallRecord
+from flexinspect.records.step import OWN_FUNCTION, BuildRecord
 from flexinspect.rules.masks.kernel_options import KERNEL_OPTIONS_EVENT, UNREAD_EVENT
 from flexinspect.rules.numerics.audit_findings import SCORE_MOD_EVENT
-from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
-from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
+from flexinspect_hooks.capture.buffer import StepBuffer
+from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.generation.flex_patch import BACKEND, LAST_CALL
 from flexinspect_hooks.observers.attention import call_checks, paged_pools, segment_attention
-from flexinspect_hooks.observers.attention.call_references import AttentionCall, CapturedMask
+from flexinspect_hooks.observers.attention.call_references import AttentionCall
 from flexinspect_hooks.observers.attention.call_series import CallSeries
 from flexinspect_hooks.observers.attention.kernel_calls import (
     SDPA,
@@ -36,45 +35,26 @@ from flexinspect_hooks.observers.attention.kernel_calls import (
     KernelCalls,
     this_thread,
 )
-from flexinspect_hooks.observers.attention.layer_code import (
-    LayerCode,
-    LayerCodes,
-    record_layer_codes,
-)
-from flexinspect_hooks.observers.attention.loop_variables import (
-    LateBinding,
-    find_late_bindings,
-    record_late_bindings,
-)
-from flexinspect_hooks.observers.attention.mask_capture import MaskStore
+from flexinspect_hooks.observers.attention.layer_code import LayerCodes
+from flexinspect_hooks.observers.attention.loop_variables import find_late_bindings
+from flexinspect_hooks.observers.attention.mask_capture import MaskCapture
 from flexinspect_hooks.observers.attention.unread_keywords import unread_keywords
 from flexinspect_hooks.python_internals.patching import patch
+from flexinspect_hooks.step_writer.attention_records import (
+    AttentionRecords,
+    AttentionStep,
+    LateBinding,
+    LayerCode,
+)
 
 UNSEEN_LAYERS = "not-recorded"
 MASK_FUNCTION = "mask-function"
-KEYS_CHANGED = "cache-overwritten"
 
 _BACKEND_PATHS = {"sdpa": "sdpa", "eager": "eager", "flex_attention": "flex compiled"}
 """Paths of backends that do not report it, by the name under which they are registered."""
 
 _KNOWN_BACKENDS = (*_BACKEND_PATHS, BACKEND)
 """Backends whose use of the mask is known; for others, the kernels that they call are recorded."""
-
-
-class _AttentionStep(NamedTuple):
-    """What the writer thread gets about a step's calls: no tensors.
-
-    `calls` are fields of call records, shared by the steps of a series; `kv_lens` and `check_kinds`
-    are those of this step.
-    """
-
-    calls: tuple[dict[str, Any], ...] = ()
-    kv_lens: tuple[int, ...] = ()
-    check_kinds: tuple[str | None, ...] = ()
-    masks: tuple[CapturedMask, ...] = ()
-    builds: tuple[BuildRecord, ...] = ()
-    codes: tuple[LayerCode, ...] = ()
-    late: tuple[LateBinding, ...] = ()
 
 
 class AttentionHook(Hook):
@@ -85,11 +65,12 @@ class AttentionHook(Hook):
     def install(self, context: CaptureContext) -> Iterable[Remove]:
         """Observe the kernels in code of the user, and the registry except for standalone calls."""
         self._context = context
+        self.records = AttentionRecords(is_standalone=context.is_standalone)
         self._refs: list[AttentionCall] = []
         self._n_layers_seen = 0
         self._kernel_options: dict[str, dict[str, Any]] = {}
         self._read_functions: set[int] = set()
-        self._mask_store = MaskStore()
+        self._mask_capture = MaskCapture()
         self._layer_codes = LayerCodes()
         self._series = CallSeries()
         self._compared_masks: set[tuple[Any, ...]] = set()
@@ -208,7 +189,7 @@ class AttentionHook(Hook):
         """
         self._wrapped_functions.clear()
         self._series.end()
-        self._mask_store.begin()
+        self._mask_capture.begin()
         self._n_layers_seen = len(set(context.layer_of.values()))
         self._segment_reducer.begin(context.segments)
         self._compared_masks.clear()  # mask_mods may have captured other values
@@ -230,7 +211,11 @@ class AttentionHook(Hook):
         if self.kernels is not None:
             self.kernels.open(step)
 
-    def reduce(self, step: StepContext, buffer: StepBuffer) -> _AttentionStep | None:
+    def stop_deferring(self) -> None:
+        """Keys are modified in place: from now on their rows are reduced at once."""
+        self._segment_reducer.defers = False
+
+    def reduce(self, step: StepContext, buffer: StepBuffer) -> AttentionStep | None:
         """Describe the calls, evaluate each distinct mask once, reduce the newest rows."""
         refs, builds = self.take_calls(step)
         if self._context.keep_calls is not None:
@@ -245,9 +230,9 @@ class AttentionHook(Hook):
             if refs:
                 self._report_calls(refs, step)
         if not refs:
-            return _AttentionStep(builds=builds) if builds else None
+            return AttentionStep(builds=builds) if builds else None
         numbers = series.mask_numbers if is_repeated else None
-        masks = self._mask_store.capture_masks(refs, step, buffer, numbers)
+        masks = self._mask_capture.capture_masks(refs, step, buffer, numbers)
         if step.level != "basic":
             self._segment_reducer.reduce(refs, step.kv_after, buffer)
             call_checks.put_batch_rows(refs, self._compared_masks, buffer)
@@ -271,7 +256,7 @@ class AttentionHook(Hook):
                 late = find_late_bindings(refs) if not step.step else ()
         kv_lens = tuple([ref.key.shape[2] for ref in refs])
         kinds = tuple([ref.check_kind for ref in refs])
-        return _AttentionStep(calls, kv_lens, kinds, masks, builds, codes, late)
+        return AttentionStep(calls, kv_lens, kinds, masks, builds, codes, late)
 
     def _report_calls(self, refs: list[AttentionCall], step: StepContext) -> None:
         """Add events about the calls of a step that are not those of the step before."""
@@ -364,66 +349,6 @@ class AttentionHook(Hook):
         ):
             newest = [tensor[0, :, -rows:] for tensor, rows in tensors]
             buffer.put_activations(name, layers, newest)
-
-    def record(
-        self, step: StepContext, kept: _AttentionStep | None, values: Values, draft: StepDraft
-    ) -> None:
-        """Write calls, new masks, segment attention and stored activations."""
-        if kept is None:
-            return
-        draft.builds += kept.builds
-        record_layer_codes(kept.codes, draft)
-        record_late_bindings(kept.late, draft)
-        for mask in kept.masks:
-            self._mask_store.record(mask, values, draft)
-        # No rule needs equal batch rows of standalone calls.
-        is_standalone = self._context.is_standalone
-        call_checks.record_batch_rows(values, kept.masks, draft, reports_equal=not is_standalone)
-        rows = segment_attention.merge_group_results(values, len(kept.calls))
-        errors = rows["lse_error"].tolist() if rows else []
-        lost = _report_lost_rows(values, kept.calls, draft)
-        if lost:
-            self._segment_reducer.defers = False
-        for index, (call, kv_len) in enumerate(zip(kept.calls, kept.kv_lens, strict=True)):
-            kind = kept.check_kinds[index]
-            is_checked = bool(errors) and index not in lost and kind is not None
-            is_checked = is_checked and not _is_rounded(call, values)
-            own = {"mask": kept.masks[call["mask"]].fingerprint, "kv_len": kv_len}
-            if is_checked:
-                own |= {"check_kind": kind, "lse_error": errors[index]}
-            draft.calls.append(CallRecord(**call | own))
-        for name in ("mass", "lse", "entropy"):
-            if name in rows:
-                array = np.asarray(rows[name], np.float32)
-                draft.arrays.append(ArrayRecord(f"attention.{name}", array))
-        call_checks.record_user_call_checks(values, kept.calls, draft)
-        paged_pools.record_paged_keys(values, draft)
-        if step.level == "extreme":
-            draft.add_activations(values, ("q", "k", "v"))
-
-
-def _is_rounded(call: dict[str, Any], values: Values) -> bool:
-    """Whether the newest row is closed by the lowest float16, to which scores were added.
-
-    Rounding leaves multiples of 32, and -inf below -65520: the row cannot be recomputed.
-    """
-    averaged = values.get(f"mask.{call['mask']}.averaged")
-    return call["dtype"] == "float16" and averaged is not None and bool(averaged[:, -1].any())
-
-
-def _report_lost_rows(values: Values, calls: call_checks.CallFields, draft: StepDraft) -> set[int]:
-    """Return the calls whose keys were modified before their newest row was recomputed."""
-    lost: set[int] = set()
-    for members in with_prefix(values, segment_attention.LOST_PREFIX):
-        lost |= set(map(int, members[1:].split(","))) if members else set(range(len(calls)))
-    if lost:
-        layers = sorted({calls[index]["layer"] for index in lost})
-        text = (
-            f"Keys or values of layers {layers} were modified before their newest row was "
-            "recomputed: its segment attention, LSE and LSE check are missing."
-        )
-        draft.add_event(KEYS_CHANGED, text, {"layers": layers})
-    return lost
 
 
 def _calls_of_function(

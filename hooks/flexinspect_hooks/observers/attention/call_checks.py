@@ -1,7 +1,7 @@
 """Checks of attention calls that segment attention does not make: keys, scales, cache, batch rows.
 
-Functions that put values run in the model's thread, and those that record them in the writer
-thread. Most checks are for code of the user only: flexinspect's own attention function passes them.
+The functions put values; `step_writer.call_check_records` records them. Most checks are for code of
+the user only: flexinspect's own attention function passes them.
 """
 
 from __future__ import annotations
@@ -10,33 +10,25 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexinspect.records.step import ArrayRecord
-from flexinspect_hooks.capture.buffer import StepBuffer, Values, stack_layers, with_prefix
-from flexinspect_hooks.capture.hook import StepDraft
+from flexinspect_hooks.capture.buffer import StepBuffer, stack_layers
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.debugger.frames import breakpoints_disabled
 from flexinspect_hooks.debugger.python_mods import are_mods_debugged
 from flexinspect_hooks.generation.mask_source import evaluate_mask_mod
 from flexinspect_hooks.observers.attention.call_references import AttentionCall, Calls, CapturedMask
 from flexinspect_hooks.observers.attention.segment_attention import newest_weights
-from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_name
+from flexinspect_hooks.step_writer.call_check_records import (
+    BATCH_PREFIX,
+    CLOSING_PREFIX,
+    REPEATS_PREFIX,
+    SCALES_PREFIX,
+    SLOTS_PREFIX,
+)
 
-KEYS_TILED = "keys-tiled"
-RESCALED = "scores-rescaled"
-BATCH_ROWS = "batch-rows"
-SLOTS_STREAM = "attention.slots"
-
-CallFields = Sequence[dict[str, Any]]
-"""The fields of the `CallRecord` of each call; see `AttentionCall.record_fields`."""
-
-_REPEATS_PREFIX, _SCALES_PREFIX = "repeats/", "scales/"
-_BATCH_PREFIX, _SLOTS_PREFIX = "batchrows/", "slots/"
-_CLOSING_PREFIX = "batchclosing/"
 _OWN_BACKENDS = ("sdpa", "eager", "flex_attention", "direct")
 _TOLERANCE = 0.02  # of a row's norm, above the rounding of bfloat16
 
@@ -49,25 +41,10 @@ def put_user_call_checks(
         for index, ref in enumerate(refs):
             groups = _groups(ref)
             if groups > 1:
-                buffer.put(f"{_REPEATS_PREFIX}{index}", _compare_orders(ref.key[0, :, -1], groups))
+                buffer.put(f"{REPEATS_PREFIX}{index}", _compare_orders(ref.key[0, :, -1], groups))
         if not step.step:
             _put_scales(refs, buffer)
     _put_slots(refs, filled, buffer)
-
-
-def record_user_call_checks(values: Values, calls: CallFields, draft: StepDraft) -> None:
-    """Record what `put_user_call_checks` found (writer thread)."""
-    repeats = with_prefix(values, _REPEATS_PREFIX).items()
-    if tiled := [calls[int(number)] for number, orders in repeats if orders[1] and not orders[0]]:
-        layers = sorted({call["layer"] for call in tiled})
-        text = f"The keys of layers {layers} were repeated as a whole, not head by head."
-        draft.add_event(KEYS_TILED, text, {"layers": layers, "q_heads": tiled[0]["q_heads"]})
-    _record_scales(values, calls, draft)
-    slots = with_prefix(values, _SLOTS_PREFIX)
-    if any(row[1] or row[3] for row in slots.values()):
-        array = np.zeros((len(calls), 5), np.float32)
-        array[[int(index) for index in slots]] = list(slots.values())
-        draft.arrays.append(ArrayRecord(SLOTS_STREAM, array))
 
 
 # -- the order of repeated keys --------------------------------------------------------------------
@@ -104,9 +81,6 @@ def _compare_orders(newest: Tensor, groups: int) -> Tensor:
 # Anything else (a soft cap, a factor that depends on position or head, a mask) gives different
 # slopes, and then the scale is not known.
 
-_SCALE_TOLERANCE = 0.02
-"""Largest relative deviation of a vector from a multiple of another, or of a scale from another."""
-
 _SCORES = (-40.0, 2.0, 300.0)  # large enough for a soft cap to show
 
 
@@ -135,7 +109,7 @@ def _put_scales(refs: Calls, buffer: StepBuffer) -> None:
             key = ref.query.shape[-1], ref.query.dtype
             groups.setdefault(key, []).append(_ScaledCall(number, ratio, ref, slopes))
     for members in groups.values():
-        buffer.put(f"{_SCALES_PREFIX}{members[0].number}", _factors(members))
+        buffer.put(f"{SCALES_PREFIX}{members[0].number}", _factors(members))
 
 
 def _ratio(ref: AttentionCall) -> float | None:
@@ -203,21 +177,6 @@ def _multiple(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return factor, error
 
 
-def _record_scales(values: Values, calls: CallFields, draft: StepDraft) -> None:
-    """Record an event for the layers whose scores have another scale."""
-    known = [row for rows in with_prefix(values, _SCALES_PREFIX).values() for row in rows.tolist()]
-    rescaled = [row for row in known if row[3] < _SCALE_TOLERANCE < abs(row[1] - 1)]
-    if not rescaled:
-        return
-    first, factor, mod, _ = min(rescaled)
-    layers = sorted({calls[int(number)]["layer"] for number, *_ in rescaled})
-    text = f"The scores of layers {layers} are scaled by {factor:.4g} times what they asked for."
-    data = {"layers": layers, "factor": factor, "scale": calls[int(first)]["scale"]}
-    if abs(mod - 1) > _SCALE_TOLERANCE:
-        data["score_mod"] = mod
-    draft.add_event(RESCALED, text, data)
-
-
 # -- key slots that hold no token of the sequence --------------------------------------------------
 #
 # Such slots exist where keys are allocated ahead (more keys than the sequence has tokens), and in
@@ -238,7 +197,7 @@ def _put_slots(refs: Calls, filled: int | None, buffer: StepBuffer) -> None:
             continue
         if filled is None and ref.query.shape[2] >= ref.key.shape[2]:
             continue  # as many keys as rows: no cache
-        buffer.put(f"{_SLOTS_PREFIX}{index}", _count_slots(ref, filled))
+        buffer.put(f"{SLOTS_PREFIX}{index}", _count_slots(ref, filled))
         if ref.key.device.type != "cpu":
             # On an accelerator `_is_open` did not read the mask, so check one layer of each mask.
             suspects.discard(ref.captured.number)
@@ -290,17 +249,16 @@ def put_batch_rows(refs: Calls, compared: set[tuple[Any, ...]], buffer: StepBuff
         first_of_mask.setdefault(ref.captured.number, ref)
     for ref in first_of_mask.values():
         mask = ref.captured
-        name = None if mask.mask_mod is None else mask_mod_name(mask.mask_mod)
-        key = (ref.layer, mask.kind, name, mask.q_len == 1, ref.query.shape[0])
+        key = (ref.layer, mask.kind, mask.name, mask.q_len == 1, ref.query.shape[0])
         if key in compared:
             continue
         compared.add(key)
         with suppress(Exception):  # a mask_mod may fail for indices its kernel never passed
             summary = _compare_batch_rows(ref)
             if summary is not None:
-                buffer.put(f"{_BATCH_PREFIX}{mask.number}", summary)
+                buffer.put(f"{BATCH_PREFIX}{mask.number}", summary)
             if ref.mask is None and ref.kernel is None and ref.backend not in _OWN_BACKENDS:
-                buffer.put(f"{_CLOSING_PREFIX}{mask.number}", _rows_that_close_keys(ref))
+                buffer.put(f"{CLOSING_PREFIX}{mask.number}", _rows_that_close_keys(ref))
 
 
 def _compare_batch_rows(ref: AttentionCall) -> Tensor | None:
@@ -368,30 +326,3 @@ def _summarize_rows(cells: Tensor, rows: Tensor, mask: CapturedMask) -> Tensor:
         torch.where(cells[:, -1], keys, len(keys)).amin(1),
     ]
     return torch.stack(columns, 1)
-
-
-def record_batch_rows(
-    values: Values, masks: Sequence[CapturedMask], draft: StepDraft, *, reports_equal: bool
-) -> None:
-    """Record an event for each mask whose batch rows differ, or are equal if `reports_equal`."""
-    for mask in masks:
-        rows = values.get(f"{_BATCH_PREFIX}{mask.number}")
-        if rows is None or not (reports_equal or rows[:, 0].any()):
-            continue
-        differ = np.flatnonzero(rows[:, 0]).tolist()
-        made_for, batch = int(mask.batch), len(rows)
-        data: dict[str, Any] = {"mask": mask.fingerprint, "made_for": made_for, "batch": batch}
-        text = f"A mask is the same in all {batch} batch rows."
-        if differ:
-            text = f"A mask differs between {len(differ) + 1} of {batch} batch rows."
-            data |= {
-                "first": [differ[0], *(int(n) for n in rows[differ[0], 1:3])],
-                "open": rows[:, 3].tolist(),
-                "future": rows[:, 4].tolist(),
-                "newest_from": rows[:, 5].tolist(),
-            }
-        data["differ"] = differ
-        closing = values.get(f"{_CLOSING_PREFIX}{mask.number}")
-        if closing is not None and closing.any():
-            data["closing"] = np.flatnonzero(closing).tolist()
-        draft.add_event(BATCH_ROWS, text, data)

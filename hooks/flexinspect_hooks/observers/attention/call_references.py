@@ -14,43 +14,28 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
 from flexinspect_hooks.observers.attention.kernel_calls import FLEX, SAME_MASK, KernelCall
+from flexinspect_hooks.step_writer.mask_records import MaskFacts
 
 _sliding_windows: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 """Sliding windows by module, cached: reading a configuration takes longer than the other facts."""
 
 
-class CapturedMask(Struct):
-    """One distinct mask of a step. `batch` and `heads` are the mask's own sizes.
+class CapturedMask(MaskFacts):
+    """One distinct mask of a step, with the objects that its facts and values are read from.
 
     `cells` is the executed mask of each query head, bool (1 or q heads, q_len, kv_len), 1 if all
     heads share it; None at level basic and for masks that are too large. `averaged`, bool (1 or
     heads, q_len), marks rows of a float mask that are at its lowest float throughout. `bias` (1 or
     heads, kv_len) is what a dense mask adds to the scores of the newest row, 0 where closed.
-    `mask_mod_blocks` is what the mask_mod of a compiled call opens, as in `MaskRecord`. `code` and
-    `new_sources` are what `MaskModCodes.capture` returned.
-    The four tensors are dropped before the writer thread gets the mask (its values go through the
-    buffer) and sets `fingerprint`.
+    `mask_mod_blocks` is what the mask_mod of a compiled call opens, as in `MaskRecord`. The tensors
+    are dropped before the writer thread gets the mask: their values go through the buffer.
     """
 
-    number: int
-    q_len: int
-    kv_len: int
-    q_offset: int
-    kv_offset: int
-    compiled: bool
-    kind: str = "none"
-    batch: int = 1
-    heads: int = 1
-    identity: str = ""
-    block: tuple[int, int] | None = None
     mask_mod: Any = None
-    code: dict[str, Any] | None = None
-    new_sources: Sequence[tuple[str, Any]] = ()
     cells: Tensor | None = None
     averaged: Tensor | None = None
     bias: Tensor | None = None
     mask_mod_blocks: Tensor | None = None
-    fingerprint: str = ""
     is_open: bool = False
     """Whether every cell is known to be open."""
 

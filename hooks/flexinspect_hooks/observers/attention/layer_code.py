@@ -5,20 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
-from flexinspect_hooks.capture.hook import StepDraft
 from flexinspect_hooks.debugger.frames import is_user_file
 from flexinspect_hooks.observers.attention.call_references import AttentionCall
-from flexinspect_hooks.observers.attention.mask_mod_code import SOURCE_EVENT
-
-
-class LayerCode(NamedTuple):
-    """Name, file and first line of a function, and the layers whose attention it computes."""
-
-    name: str
-    source: str
-    layers: tuple[int, ...]
+from flexinspect_hooks.step_writer.attention_records import LayerCode
 
 
 class LayerCodes:
@@ -40,13 +31,6 @@ class LayerCodes:
             LayerCode(code.co_qualname, f"{code.co_filename}:{code.co_firstlineno}", tuple(own))
             for code, own in layers.items()
         )
-
-
-def record_layer_codes(codes: Iterable[LayerCode], draft: StepDraft) -> None:
-    """Write an event per function, which names its file and line and its layers."""
-    for name, source, layers in codes:
-        data = {"source": source, "name": name, "layers": [*layers]}
-        draft.add_event(SOURCE_EVENT, f"{name} ({source})", data)
 
 
 def _user_code(call: AttentionCall) -> CodeType | None:

@@ -21,30 +21,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexinspect_hooks.capture.hook import StepDraft
 from flexinspect_hooks.debugger.python_mods import are_mods_debugged
 from flexinspect_hooks.observers.attention.call_references import AttentionCall
+from flexinspect_hooks.step_writer.attention_records import LateBinding
 
-LATE_BINDING = "late-binding"
 _MASK_MOD, _SCORE_MOD, _FORWARD = "mask_mod", "score_mod", "forward"
 _MAX_DEPTH = 3
 _MAX_ITEMS = 512  # of a list or dict that may hold the functions of the layers
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
-
-
-class LateBinding(NamedTuple):
-    """A variable that rules of several layers share, its value, and where they were made.
-
-    `of` is "mask_mod", "score_mod" or "forward".
-    """
-
-    variable: str
-    value: str
-    source: str
-    layers: tuple[int, ...]
-    of: str = _MASK_MOD
 
 
 class _Rules(NamedTuple):
@@ -130,13 +116,6 @@ def _samples() -> Iterator[tuple[Tensor, ...]]:
     """Yield score, batch, head, row and key of some cells."""
     for score, head, row, key in ((1.0, 0, 3, 1), (-0.5, 0, 2, 2), (2.0, 1, 5, 0)):
         yield tuple(torch.tensor(n, device="cpu") for n in (score, 0, head, row, key))
-
-
-def record_late_bindings(found: Sequence[LateBinding], draft: StepDraft) -> None:
-    """Record an event for each variable (writer thread)."""
-    for one in found:
-        text = f"Rules made in a loop ({one.source}) share its variable {one.variable}."
-        draft.add_event(LATE_BINDING, text, {**one._asdict(), "layers": list(one.layers)})
 
 
 def _functions_in(function: Any, depth: int) -> Iterator[FunctionType]:

@@ -7,28 +7,24 @@ batch 0; other batch rows are not recorded.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexinspect.masks import key_blocks
-from flexinspect.records.step import OWN_FUNCTION, MaskRecord
-from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
-from flexinspect_hooks.capture.hook import StepDraft
+from flexinspect.records.step import OWN_FUNCTION
+from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.debugger.frames import breakpoints_disabled
 from flexinspect_hooks.generation.mask_source import head_groups
 from flexinspect_hooks.observers.attention.call_references import AttentionCall, CapturedMask
-from flexinspect_hooks.observers.attention.mask_mod_code import MaskModCodes, record_sources
+from flexinspect_hooks.observers.attention.mask_mod_code import MaskModCodes
 from flexinspect_hooks.observers.attention.score_mod_cells import CLOSED_SCORE, ScoreModCells
 from flexinspect_hooks.python_internals import mask_mod_identity as mask_mods
+from flexinspect_hooks.step_writer.mask_records import TABLE_NAMES
 
 SCORE_MOD = "score_mod"
 """The kind of a mask that no layer received: a score_mod closes cells."""
@@ -36,23 +32,17 @@ SCORE_MOD = "score_mod"
 MAX_CELLS = 1 << 26
 """Largest mask, over the heads that differ, whose cells are stored (8 MiB of bits)."""
 
-_SIZE_NAMES = ("kind", "batch", "heads", "q_len", "kv_len", "q_offset", "kv_offset", "compiled")
-_TABLE_NAMES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
-
-class MaskStore:
-    """Captures the masks of steps, and remembers which ones the trace already holds."""
+class MaskCapture:
+    """Captures the masks of steps."""
 
     def __init__(self) -> None:
         self._indices: dict[torch.device, _IndexTensors] = {}  # layers may be on several
         self._codes = MaskModCodes()
         self._score_mods = ScoreModCells()
-        self._stored: set[str] = set()
-        self._last_key: tuple[Any, ...] = (None, None, None, None)
-        self._last_grids: tuple[_Grid | None, _Grid | None] = (None, None)
 
     def begin(self) -> None:
-        """A generation begins; the masks that the trace holds stay known."""
+        """A generation begins."""
         self._score_mods.begin()
 
     def capture_masks(
@@ -106,10 +96,13 @@ class MaskStore:
         opened = self._left_open(ref, mask, step)
         if mask.mask_mod is not None and mask.kind != SCORE_MOD:
             mask.code, mask.new_sources = self._codes.capture(mask.mask_mod, buffer)
+        if mask.mask_mod is not None:
+            mask.name = mask_mods.mask_mod_name(mask.mask_mod)
+            mask.source = mask_mods.mask_mod_source(mask.mask_mod)
         # At level basic a decode row is identified by its mask_mod and lengths; its tables add
         # little information and half the cost of the step's record.
         if isinstance(ref.mask, BlockMask) and (step.level != "basic" or mask.q_len > 1):
-            for name in _TABLE_NAMES:
+            for name in TABLE_NAMES:
                 table = getattr(ref.mask, name)
                 if table is not None:
                     buffer.put(f"mask.{number}.{name}", table)
@@ -159,43 +152,6 @@ class MaskStore:
         if found is None:
             found = self._indices[device] = _IndexTensors(device)
         return found
-
-    def record(self, mask: CapturedMask, values: Values, draft: StepDraft) -> None:
-        """Set the mask's fingerprint, and store the mask if it is new (writer thread)."""
-        arrays = with_prefix(values, f"mask.{mask.number}.")
-        self._codes.read_tensors(values)
-        record_sources(mask.new_sources, draft)
-        partial, full = self._block_grids([arrays.get(name) for name in _TABLE_NAMES])
-        averaged = arrays.get("averaged")
-        block_q, block_kv = mask.block or (None, None)
-        record = MaskRecord(
-            fingerprint="",
-            **{name: getattr(mask, name) for name in _SIZE_NAMES},
-            block_q=block_q,
-            block_kv=block_kv,
-            mask_mod=None if mask.mask_mod is None else mask_mods.mask_mod_name(mask.mask_mod),
-            cells=_merge_equal_heads(arrays.get("cells")),
-            uniform_rows=_merge_equal_heads(averaged if np.any(averaged) else None),
-            partial=partial,
-            full=full,
-            mask_mod_blocks=arrays.get("mask_mod_blocks"),
-        )
-        mask.fingerprint = fingerprint = _fingerprint(record, mask)
-        if fingerprint not in self._stored:
-            self._stored.add(fingerprint)
-            source = None if mask.mask_mod is None else mask_mods.mask_mod_source(mask.mask_mod)
-            code = self._codes.encode(mask.code)
-            record = replace(record, fingerprint=fingerprint, mask_mod_source=source)
-            draft.masks.append(replace(record, mask_mod_code=code))
-
-    def _block_grids(self, raw: Sequence[npt.NDArray[Any] | None]) -> Sequence[_Grid | None]:
-        """Return the partial and the full blocks, computed only if they changed since last time."""
-        key = tuple(None if table is None else (table.shape, table.tobytes()) for table in raw)
-        if key != self._last_key:
-            full = _block_grid(raw[2], raw[3])
-            self._last_key = key
-            self._last_grids = _block_grid(raw[0], raw[1]), full if np.any(full) else None
-        return self._last_grids
 
 
 def capture_call_mask(ref: AttentionCall, step: StepContext) -> CapturedMask:
@@ -436,42 +392,3 @@ def _expand_blocks(
     ).scatter_(-1, target, True)[..., :n_columns]
     size_q, size_kv = (int(size) for size in block_mask.BLOCK_SIZE)
     return blocks.repeat_interleave(size_q, 1).repeat_interleave(size_kv, 2)[:, :q_len, :kv_len]
-
-
-_Grid = npt.NDArray[np.bool_]
-
-
-def _block_grid(counts: npt.NDArray[Any] | None, indices: npt.NDArray[Any] | None) -> _Grid | None:
-    """Return a block list of batch 0 as bool (heads, row blocks, key blocks)."""
-    if counts is None or indices is None:
-        return None
-    n_columns = indices.shape[-1]
-    # Entries past a row's count are undefined, so they are sent to a column that is cut off.
-    listed = np.where(np.arange(n_columns) < counts[0, ..., None], indices[0], n_columns)
-    grid = np.zeros((*listed.shape[:-1], n_columns + 1), np.bool_)
-    np.put_along_axis(grid, listed.astype(np.intp), True, axis=-1)
-    return grid[..., :n_columns]
-
-
-def _merge_equal_heads(cells: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
-    """Return cells with one head if all heads are equal, else all cells."""
-    if cells is None or len(cells) == 1:
-        return cells
-    return cells[:1] if all(np.array_equal(cells[0], other) for other in cells[1:]) else cells
-
-
-def _fingerprint(record: MaskRecord, mask: CapturedMask) -> str:
-    """Return a hash of a mask: kind, lengths, mask_mod with captured values, tables and cells.
-
-    Evaluated cells are always included: two mask_mods of one name may have captured different
-    values, and a fingerprint stands for the executed mask.
-    """
-    key = (mask.kind, mask.batch, mask.heads, mask.q_len, mask.kv_len, mask.block, mask.compiled)
-    digest = hashlib.blake2b(f"{key}{record.mask_mod or ''}{mask.identity}".encode(), digest_size=8)
-    for bits in (record.cells, record.uniform_rows):
-        if bits is not None:
-            digest.update(np.packbits(bits).tobytes())
-    for grid in (record.partial, record.full, record.mask_mod_blocks):
-        if grid is not None:
-            digest.update(grid.tobytes())
-    return digest.hexdigest()

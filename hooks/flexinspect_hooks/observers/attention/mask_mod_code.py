@@ -15,29 +15,22 @@ from types import BuiltinFunctionType, CodeType, MemberDescriptorType, ModuleTyp
 from typing import Any
 from weakref import ref
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
-from flexinspect_hooks.capture.hook import StepDraft
+from flexinspect.masks.mask_mod_evaluation import SourceText
+from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.python_internals.mask_mod_identity import (
     UNSET,
     closure_contents,
     mask_mod_source,
 )
 from flexinspect_hooks.python_internals.torch_private import tensor_version
-
-SOURCE_EVENT = "source"
-"""Kind of the event with the source text of a function, once per function and trace."""
+from flexinspect_hooks.step_writer.mask_records import TENSOR_PREFIX
 
 MAX_ELEMENTS = 1 << 20
 """Tensors with more elements than this are recorded by their shape only."""
-MAX_RUNS = 512
-"""So are tensors with more runs of equal elements, in row-major order."""
 _MAX_ITEMS, _MAX_DEPTH, _MAX_TEXT = 64, 5, 200
-_TENSOR_PREFIX = "mask_mod.tensor."
 _DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.float32, torch.float64),
@@ -47,18 +40,16 @@ Variables = Mapping[str, Any]
 
 
 class MaskModCodes:
-    """Captures the variables of mask_mods, and records each source text and tensor once."""
+    """Captures the variables of mask_mods, each source text and tensor once."""
 
     def __init__(self) -> None:
         self._sources: set[str] = set()
         self._versions: dict[int, tuple[ref[Tensor], int | None]] = {}
-        # Written and read in the writer thread, which records the steps in their order.
-        self._encoded: dict[int, dict[str, Any]] = {}
 
     def capture(
         self, mask_mod: Any, buffer: StepBuffer
-    ) -> tuple[dict[str, Any] | None, list[tuple[str, Any]]]:
-        """Return the function with its variables, and the functions whose source is not recorded.
+    ) -> tuple[dict[str, Any] | None, list[SourceText]]:
+        """Return the function with its variables, and the source texts that are not recorded yet.
 
         A tensor is referred to by its `id`, and is put into the buffer if it is new or was changed.
         A mask_mod that is not a Python function gives None.
@@ -69,24 +60,9 @@ class MaskModCodes:
             mask_mod = getattr(mask_mod, "__call__", None)  # noqa: B004  # the bound method
         if getattr(mask_mod, "__code__", None) is None:
             return None, []
-        new: list[tuple[str, Any]] = []
+        new: list[SourceText] = []
         found = self._describe_function(mask_mod, 0, buffer, new)
         return found | {"indices": "positions" if is_shifted else "rows"}, new
-
-    def read_tensors(self, values: Values) -> None:
-        """Keep the tensors of a step (writer thread)."""
-        for name, array in with_prefix(values, _TENSOR_PREFIX).items():
-            self._encoded[int(name)] = _encode_runs(array)
-
-    def encode(self, described: Any) -> Any:
-        """Return what `capture` returned, with the values of tensors (writer thread)."""
-        if isinstance(described, list):
-            return [self.encode(item) for item in described]
-        if not isinstance(described, dict):
-            return described
-        if "tensor" in described:
-            return self._encoded.get(described["tensor"], {"other": "Tensor"})
-        return {name: self.encode(value) for name, value in described.items()}
 
     def _describe(self, value: Any, code: CodeType, depth: int, *where: Any) -> Any:
         if value is None or isinstance(value, bool | int):
@@ -115,12 +91,14 @@ class MaskModCodes:
         return {"other": type(value).__name__}
 
     def _describe_function(
-        self, function: Any, depth: int, buffer: StepBuffer, new: list[tuple[str, Any]]
+        self, function: Any, depth: int, buffer: StepBuffer, new: list[SourceText]
     ) -> dict[str, Any]:
         source = mask_mod_source(function) or ""
         if source not in self._sources:
             self._sources.add(source)
-            new.append((source, function))
+            text, line = _source_text(function)
+            if text:
+                new.append(SourceText(source, function.__qualname__, line, text))
         code = function.__code__
         variables = {
             name: self._describe(value, code, depth, buffer, new)
@@ -129,7 +107,7 @@ class MaskModCodes:
         return {"source": source, "variables": variables}
 
     def _describe_tensor(
-        self, tensor: Tensor, buffer: StepBuffer, _: list[tuple[str, Any]]
+        self, tensor: Tensor, buffer: StepBuffer, _: list[SourceText]
     ) -> dict[str, Any]:
         if tensor.numel() > MAX_ELEMENTS or tensor.dtype not in _DTYPES:
             return {"shape": list(tensor.shape)}
@@ -138,18 +116,8 @@ class MaskModCodes:
         if known is None or version is None or known[0]() is not tensor or known[1] != version:
             self._versions[key] = ref(tensor), version
             # A copy, because the user may write to the tensor before it is on disk.
-            buffer.put(f"{_TENSOR_PREFIX}{key}", tensor.detach().clone())
+            buffer.put(f"{TENSOR_PREFIX}{key}", tensor.detach().clone())
         return {"tensor": key}
-
-
-def record_sources(new: Iterable[tuple[str, Any]], draft: StepDraft) -> None:
-    """Add an event with the source text of each function that has one (writer thread)."""
-    for source, function in new:
-        text, line = _source_text(function)
-        if text:
-            name = function.__qualname__
-            data = {"source": source, "name": name, "line": line, "text": text}
-            draft.add_event(SOURCE_EVENT, f"{name} ({source})", data)
 
 
 def _source_text(function: Any) -> tuple[str, int]:
@@ -216,15 +184,3 @@ def _fields(value: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
             found = value._buffers.get(name, value._parameters.get(name, UNSET))
         if found is not UNSET and not isinstance(found, property | ModuleType):
             yield name, found
-
-
-def _encode_runs(array: npt.NDArray[Any]) -> dict[str, Any]:
-    """Return the shape of an array, with its runs of equal elements unless there are too many."""
-    shape, flat = {"shape": list(array.shape)}, array.reshape(-1)
-    is_start = np.ones(len(flat), np.bool_)
-    is_start[1:] = flat[1:] != flat[:-1]
-    starts = np.flatnonzero(is_start)
-    if len(starts) > MAX_RUNS or not np.isfinite(flat).all():
-        return shape
-    counts = np.diff(np.append(starts, len(flat)))
-    return {**shape, "values": flat[starts].tolist(), "counts": counts.tolist()}

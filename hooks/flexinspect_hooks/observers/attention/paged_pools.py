@@ -9,13 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexinspect_hooks.capture.buffer import StepBuffer, Values
-from flexinspect_hooks.capture.hook import StepDraft
+from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.observers.attention.call_references import AttentionCall, Calls
-
-PAGED_KEYS = "paged-keys"
-_NAME = "pagedkeys"
+from flexinspect_hooks.step_writer.call_check_records import PAGED_KEYS_VALUE
 
 
 def put_paged_keys(refs: Calls, step: StepContext, buffer: StepBuffer) -> None:
@@ -24,18 +21,7 @@ def put_paged_keys(refs: Calls, step: StepContext, buffer: StepBuffer) -> None:
     n = step.q_len
     if step.step or step.kv_before or ref.query.shape[2] != n or ref.key.shape[2] <= n:
         return
-    buffer.put(_NAME, torch.stack([_has_gaps(ref.key, n), _adds_slots(ref, n)]))
-
-
-def record_paged_keys(values: Values, draft: StepDraft) -> None:
-    """Record an event if keys are in slots (writer thread)."""
-    found = values.get(_NAME)
-    if found is not None and found.any():
-        text = (
-            "The keys of the cache are in slots of a pool, not in the order of positions: the "
-            "columns of the recorded masks are slots."
-        )
-        draft.add_event(PAGED_KEYS, text, {})
+    buffer.put(PAGED_KEYS_VALUE, torch.stack([_has_gaps(ref.key, n), _adds_slots(ref, n)]))
 
 
 def _has_gaps(key: Tensor, n: int) -> Tensor:

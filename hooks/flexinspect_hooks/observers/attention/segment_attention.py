@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from flexinspect.records.prompt import Segment
-from flexinspect.records.step import Array
-from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
+from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.observers.attention.call_references import AttentionCall, Calls
 from flexinspect_hooks.python_internals.threads import available_cores
 from flexinspect_hooks.python_internals.torch_private import tensor_version
+from flexinspect_hooks.step_writer.attention_records import ATTENTION_PREFIX, LOST_PREFIX
 
 
 class _SegmentTable:
@@ -152,22 +152,6 @@ def _can_recompute(ref: AttentionCall) -> bool:
     return all(ref.kwargs.get(name) is None for name in _UNSUPPORTED_ARGUMENTS)
 
 
-def merge_group_results(values: Values, n_calls: int) -> dict[str, Array]:
-    """Return the rows of all calls in call order, from the results of the groups."""
-    out: dict[str, Array] = {}
-    for key, part in with_prefix(values, _ATTENTION_PREFIX).items():
-        name, _, members = key.partition("/")
-        if not members:
-            out[name] = part
-            continue
-        whole = out.setdefault(name, np.full((n_calls, *part.shape[1:]), np.nan, part.dtype))
-        whole[[int(member) for member in members.split(",")]] = part
-    return out
-
-
-_ATTENTION_PREFIX = "attention/"
-LOST_PREFIX = "attention-lost"
-"""Prefix of a value that only reports which rows were lost, because keys were modified before."""
 _UNSUPPORTED_ARGUMENTS = ("s_aux", "position_bias")
 """Keyword arguments of attention functions that change the weights: a sink, a bias by distance."""
 
@@ -333,7 +317,7 @@ def _reduce_rows(
             recomputed = layer_products(xp, grouped(weights, values), values)
         recomputed = xp.where(has_keys[..., None], recomputed, 0.0)
         out["lse_error"] = output_error(xp, recomputed, outputs)
-    return {f"{_ATTENTION_PREFIX}{name}{suffix}": value for name, value in out.items()}
+    return {f"{ATTENTION_PREFIX}{name}{suffix}": value for name, value in out.items()}
 
 
 def attention_scores(xp: Any, queries: Any, keys: Sequence[Any]) -> Any:
