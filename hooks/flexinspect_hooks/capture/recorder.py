@@ -1,4 +1,4 @@
-"""The writer thread: it takes finished buffers, lets hooks make records of them, commits them."""
+"""The writer thread: it takes finished buffers and writes their steps, several at once."""
 
 from __future__ import annotations
 
@@ -13,23 +13,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from flexinspect.core.errors import TraceWriteError
 from flexinspect.records import step as step_records
 from flexinspect.records.finding import Finding
-from flexinspect.records.step import GradientRecord
-from flexinspect.rules.engine import RuleResults, RuleRunner
-from flexinspect.rules.run_failures import failure_finding
-from flexinspect.trace.file.writer import NO_MEMORY, TraceWriter
-from flexinspect.trace.replay import replay_parents_from_path
+from flexinspect.rules.engine import RuleRunner
+from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.hook import Hook
-from flexinspect_hooks.capture.size_limit import SizeLimit
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.python_internals.threads import background_thread
-from flexinspect_hooks.step_writer.step_draft import StepDraft
-from flexinspect_hooks.step_writer.values import Values
+from flexinspect_hooks.step_writer import step_writer
+from flexinspect_hooks.step_writer.step_writer import ReducedStep, StepWriter
 
 LINGER_S = 0.2
 """How long a step may wait for later steps before it is written.
@@ -61,18 +57,16 @@ class FinishedStep(Struct):
     """A step in the queue of the writer thread. `kept` is what each hook's `reduce` returned.
 
     `tokens` gives the tokens of its record, and is called in the writer thread, because their ids
-    may still be on their way from the device. The writer thread sets `values` and `draft`.
+    may still be on their way from the device.
     """
 
     context: StepContext
     buffer: StepBuffer
     kept: tuple[tuple[Hook, Any], ...]
     tokens: Callable[[], tuple[step_records.TokenRecord, ...]] = tuple
-    draft: StepDraft = None  # type: ignore[assignment]  # set by the writer thread
-    values: Values = field(default_factory=dict)
 
 
-Item = FinishedStep | step_records.GenerationEnd | step_records.EventRecord | GradientRecord
+Item = FinishedStep | step_writer.Item
 """What is written, in order. Other work of the writer thread is queued as a function."""
 
 
@@ -85,10 +79,9 @@ class Recorder:
     """
 
     def __init__(self, sink: TraceWriter, *, linger_s: float = LINGER_S) -> None:
-        self._sink, self._linger_s = sink, linger_s
-        self._rule_runners: dict[tuple[int, int], RuleRunner] = {}
-        self._rule_names: set[str] = set()
-        self._rule_memory: dict[str, Any] = {}
+        self._linger_s = linger_s
+        self.writer = StepWriter(sink, self._report_hook_error, self._stop_deferring)
+        """What the writer thread writes with; only that thread may call it."""
         self._waiting: deque[Any] = deque()
         self._idle: deque[Callable[[], object]] = deque()
         self._wake = threading.Event()
@@ -101,42 +94,33 @@ class Recorder:
         self.start = self._thread.start
         self.has_core = False
         """Whether the writer runs on a core that the model does not use."""
-        self.failure: TraceWriteError | None = None
-        self.refused: list[str] = []
-        """Errors of records that could not be stored, in order, where recording continued."""
         self.writer_s = 0.0
         self.n_writes = 0
         """Increased whenever the writer thread begins to write, and when it is done: then even."""
-        self.n_steps = 0
         self.hook_errors: list[Callable[[Hook, BaseException, StepContext], None]] = []
-        self._failed_hooks: list[Hook] = []
-        self.evaluator: Any = None
-        """The `BreakpointEvaluator` of what was written, in this thread; None without one."""
-        self.size_limit: SizeLimit | None = None
 
     @property
     def path(self) -> Path | None:
         """The trace file, None if the sink does not write one."""
-        return getattr(self._sink, "recording_path", None)
+        return self.writer.path
+
+    @property
+    def failure(self) -> TraceWriteError | None:
+        """What ended the recording, None while it goes on."""
+        return self.writer.failure
+
+    @property
+    def n_steps(self) -> int:
+        """How many steps were written."""
+        return self.writer.n_steps
 
     def begin_generation(self, record: step_records.GenerationRecord) -> None:
         """Queue a generation; `begin_rules` follows before its first step."""
-        self.put(lambda: self._sink.begin_generation(record))
+        self.put(partial(self.writer.begin_generation, record))
 
     def begin_rules(self, record: step_records.GenerationRecord, rules: RuleRunner) -> None:
         """Queue that `rules` run on each step of a generation before it is written."""
-
-        def begin() -> None:
-            self._rule_runners[record.generation, 0] = rules
-            rules.share_memory(self._rule_memory)
-            if not self._rule_names.issuperset(rules.names):
-                # Stored, so that offline checks skip the rules that ran live.
-                self._rule_names.update(rules.names)
-                self._sink.update_run(rules=sorted(self._rule_names))
-            for event in rules.on_generation_start(record):
-                self._sink.write_event(event)
-
-        self.put(begin)
+        self.put(partial(self.writer.begin_rules, record, rules))
 
     def begin_branch(
         self,
@@ -145,30 +129,19 @@ class Recorder:
         rules: RuleRunner,
     ) -> None:
         """Queue a branch, given as of the fork; its parents' steps are replayed to `rules`."""
-
-        def begin() -> None:
-            place = (record.generation, record.branch, record.parent, record.fork_step)
-            self._sink.begin_branch(*place, record.change, record.segments)
-            events = [*rules.on_generation_start(generation)]
-            if self.path is not None and not record.recomputed:
-                events += replay_parents_from_path(self.path, *place[:2], rules)
-            self._rule_runners[record.generation, record.branch] = rules
-            for event in events:
-                self._sink.write_event(event)
-
-        self.put(begin)
+        self.put(partial(self.writer.begin_branch, record, generation, rules))
 
     def put_event(self, event: step_records.EventRecord, rules: RuleRunner) -> None:
         """Queue an event. The rules of its generation run on it, or `rules` if none is open."""
-        self.put(partial(self._write_event, event, rules))
+        self.put(partial(self.writer.write_event, event, rules))
 
     def run_rules(self, event: step_records.EventRecord, rules: RuleRunner) -> None:
         """Queue that rules run on an event that is not written."""
-        self.put(lambda: self._write_results(rules.on_record(event)))
+        self.put(partial(self.writer.run_rules, event, rules))
 
     def explain_finding(self, finding: Finding) -> None:
         """Queue the new severity, sentence and evidence of a finding that was written."""
-        self.put(lambda: self._sink.explain_finding(finding))
+        self.put(partial(self.writer.explain_finding, finding))
 
     def put(self, item: Item | Callable[[], Item | None]) -> None:
         """Queue an item to be written, in order. Called from the model's thread.
@@ -245,140 +218,39 @@ class Recorder:
             steps: list[FinishedStep] = []  # those at the head of the queue, up to anything else
             while self._waiting and isinstance(self._waiting[0], FinishedStep):
                 steps.append(self._waiting.popleft())
-            n_items = len(steps) or 1
-            try:
-                if steps:
-                    self._write_steps(steps)
-                else:
-                    self._write(self._waiting.popleft())
-            except TraceWriteError as error:
-                # A single record that could not be stored does not end the recording.
-                self.failure = error if getattr(self._sink, "failed", True) else None
-                self.refused += [error.message, *error.others]
-            except MemoryError:
-                hint = "The steps in the trace are correct; the generation itself continues."
-                self.failure = TraceWriteError(f"Recording stopped: {NO_MEMORY}.", hint=hint)
-            except Exception as error:
-                message = f"{type(error).__name__}: {error}"
-                self.failure = TraceWriteError(f"Recording stopped at an internal error: {message}")
-            finally:
-                self._n_done += n_items
+            if steps:
+                self.writer.guard(partial(self._write_steps, steps))
+            else:
+                self.writer.guard(partial(self.writer.write, self._waiting.popleft()))
+            self._n_done += len(steps) or 1
 
-    def _write(self, item: Any) -> None:
-        if self.failure is not None:
-            return
-        if callable(item) and (item := item()) is None:
-            return
-        if isinstance(item, step_records.GenerationEnd):
-            key = (item.generation, item.branch)
-            if (rules := self._rule_runners.pop(key, None)) is not None:
-                self._write_results(rules.on_generation_end())
-            self._sink.end_generation(item)
-        elif isinstance(item, GradientRecord):
-            self._sink.write_gradients(item)
-            if (rules := self._rule_runners.get((item.generation, item.branch))) is not None:
-                results = rules.on_record(item)
-                self._write_results(results)
-                if results.repeats:
-                    place = (item.generation, item.branch, item.step)
-                    self._sink.write_repeats(place, results.repeats)
-        else:
-            self._write_event(item, None)
+    def _write_steps(self, steps: Sequence[FinishedStep]) -> None:
+        if self.writer.failure is None:
+            self.writer.write_steps([self._reduced(step) for step in steps])
 
-    def _write_event(self, event: step_records.EventRecord, rules: RuleRunner | None) -> None:
-        self._sink.write_event(event)
-        if event.generation is not None:
-            branches = (key for key in reversed(self._rule_runners) if key[0] == event.generation)
-            newest = next(branches, None)
-            rules = rules if newest is None else self._rule_runners[newest]
-        if rules is not None:
-            self._write_results(rules.on_record(event))
-        elif (finding := failure_finding(event)) is not None:
-            self._sink.write_findings([finding])
-
-    def _write_results(self, results: RuleResults) -> None:
-        """Write findings that do not belong to a step, and events of rules that failed."""
-        if findings := results.findings:
-            self._sink.write_findings(findings)
-            if self.evaluator is not None:
-                self.evaluator.evaluate_findings(findings, findings[0].generation)
-        for event in results.events:
-            self._sink.write_event(event)
-
-    def _write_steps(self, items: Sequence[FinishedStep]) -> None:
-        if self.failure is not None:
-            return
-        records, error = self._records(items), None
-        if self.size_limit is not None:
-            records = self._thinned(self.size_limit, records)
-            if not records:
-                return
-        try:
-            self._sink.write_steps(records)
-        except TraceWriteError as raised:
-            records, error = [records[index] for index in raised.stored], raised
-        self.n_steps += len(records)
-        if self.evaluator is not None:
-            for record in records:
-                self.evaluator.evaluate(record)
-        if error is not None:
-            raise error
-
-    def _thinned(
-        self, limit: SizeLimit, records: list[step_records.StepRecord]
-    ) -> list[step_records.StepRecord]:
-        """Return what a size limit leaves of some steps, and write the events of its changes."""
-        kept = limit.thin(records)
-        while limit.events:
-            self._sink.write_event(limit.events.pop(0))
-        return kept
-
-    def _records(self, items: Sequence[FinishedStep]) -> list[step_records.StepRecord]:
-        """Turn steps into records, one kind of work after the other.
-
-        Work on a single step finds its code and tables evicted from the CPU caches: the rules cost
-        four times as much between the matrix products of two steps as in a row.
-        """
-        for item in items:
-            self._take_values(item)
-        for number in range(max(len(item.kept) for item in items)):
-            for item in items:
-                # In order, because later hooks read the records of earlier ones.
-                for hook, kept in item.kept[number : number + 1]:
-                    if self._failed_hooks and hook in self._failed_hooks:
-                        continue  # it failed at an earlier step, after this one was queued
-                    try:
-                        hook.record(item.context, kept, item.values, item.draft)
-                    except Exception as error:
-                        self._report_hook_error(hook, error, item.context)
-                    if item.draft.are_values_lost:
-                        item.draft.are_values_lost = False
-                        hook.stop_deferring()
-        records = []
-        for item in items:
-            record = item.draft.assemble()
-            rules = self._rule_runners.get((record.generation, record.branch))
-            records.append(record if rules is None else rules.on_step(record))
-        return records
-
-    def _take_values(self, item: FinishedStep) -> None:
+    def _reduced(self, item: FinishedStep) -> ReducedStep:
         """Take the tokens, and the buffer's values; a hook whose values failed is skipped."""
-        step, tokens = item.context, item.tokens()
-        item.draft = StepDraft(step, tokens=tokens)
+        step, tokens, kept = item.context, item.tokens(), item.kept
         if step.token_id is None:
             chosen = (token.token_id for token in tokens if token.step == step.step)
             step.token_id = next(chosen, None)
+        failed: list[Hook] = []
 
         def report(hook: Hook, error: Exception) -> None:
-            item.kept = tuple(pair for pair in item.kept if pair[0] is not hook)
-            self._report_hook_error(hook, error, step)
+            failed.append(hook)
+            self.writer.report_failed(hook, error, step)
 
-        item.values = item.buffer.values(report)
+        values = item.buffer.values(report)
+        if failed:
+            kept = tuple(pair for pair in kept if pair[0] not in failed)
+        return ReducedStep(step, kept, values, tokens)
 
-    def _report_hook_error(self, hook: Hook, error: Exception, step: StepContext) -> None:
-        self._failed_hooks.append(hook)
+    def _report_hook_error(self, hook: Any, error: Exception, step: Any) -> None:
         for report in tuple(self.hook_errors):
             report(hook, error, step)
+
+    def _stop_deferring(self, hook: Any) -> None:
+        hook.stop_deferring()
 
 
 @contextmanager
@@ -403,8 +275,8 @@ def lost_records(recorder: Recorder, writer: TraceWriter) -> TraceWriteError | N
         return None  # the trace reports a failed disk itself, and the model ran on
     if recorder.failure is not None:
         return TraceWriteError(recorder.failure.message, hint=recorder.failure.hint or _HINT)
-    if recorder.refused:
-        n, first = len(recorder.refused), recorder.refused[0]
+    if recorder.writer.refused:
+        n, first = len(recorder.writer.refused), recorder.writer.refused[0]
         count = f"{n} records could not be stored. The first error: " if n > 1 else ""
         return TraceWriteError(f"The trace is incomplete: {count}{first}", hint=_HINT)
     return None

@@ -217,7 +217,7 @@ class CaptureSession:
     def break_on(self, breaking: BreakpointEvaluator) -> None:
         """Evaluate these breakpoints during forwards, and when steps are written."""
         self._breaks = ModelBreakpoints(breaking, self.context, self.recorder.drain)
-        self.recorder.evaluator = breaking
+        self.recorder.writer.evaluator = breaking
 
     def pass_breakpoints(self) -> None:
         """Stop at breakpoints that the last step hit. Raises `KeyboardInterrupt` to end the run."""

@@ -28,8 +28,8 @@ from flexinspect_hooks.debugger.debugger_session import DebuggerSession, SendMes
 
 if TYPE_CHECKING:
     from flexinspect_hooks.capture.recorder import Recorder
-    from flexinspect_hooks.capture.size_limit import SizeLimit
     from flexinspect_hooks.sessions.capture_session import CaptureSession
+    from flexinspect_hooks.step_writer.size_limit import SizeLimit
 
 
 class CapturedRun:
@@ -81,12 +81,12 @@ class CapturedRun:
         """Connect the recorder with control, debugger and breakpoints."""
         self.control.barrier.stop_debugger = self._debugging.stop_between_steps
         self.control.attach_recorder(recorder)
-        recorder.evaluator = self._evaluator = self._breaks.begin(recorder)
+        recorder.writer.evaluator = self._evaluator = self._breaks.begin(recorder)
         if self._max_size is not None:
-            from flexinspect_hooks.capture.size_limit import SizeLimit
+            from flexinspect_hooks.step_writer.size_limit import SizeLimit
 
             levels = self.levels
-            recorder.size_limit = self._size_limit = SizeLimit(
+            recorder.writer.size_limit = self._size_limit = SizeLimit(
                 self.writer.recording_path, self._max_size, lambda: levels.level, levels.set_level
             )
 

@@ -19,7 +19,7 @@ import flexinspect
 from flexinspect.core.errors import TraceWriteError
 from flexinspect.records import protocol
 from flexinspect.records.job import Job
-from flexinspect.records.step import ArrayRecord, StepRecord
+from flexinspect.records.step import ArrayRecord
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace
 from flexinspect_hooks.capture.recorder import Recorder, recording_error
@@ -37,37 +37,6 @@ def write_steps(self, records):
 TraceWriter.write_steps = write_steps
 sys.exit(main())
 """
-
-
-class Seen:
-    """An evaluator that records which steps it evaluated."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def evaluate(self, record: StepRecord) -> None:
-        self.steps.append(record.step)
-
-    def evaluate_findings(self, findings: object, generation: int) -> None: ...
-
-
-@pytest.mark.parametrize("corrupted", ["an array of objects", "a step written before"])
-def test_a_step_that_cannot_be_stored_does_not_affect_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corrupted: str
-) -> None:
-    steps = [sample_step(number) for number in range(4)]
-    objects = (ArrayRecord("odd", np.array([object()])),)
-    steps[2] = replace(steps[2], arrays=objects) if corrupted.endswith("objects") else steps[1]
-    with TraceWriter.create(tmp_path / "t.flextrace", {}) as writer:
-        writer.begin_generation(sample_generation(0))
-        recorder, seen = Recorder(writer), Seen()
-        recorder.evaluator = seen
-        monkeypatch.setattr(recorder, "_records", lambda items: steps)
-        with pytest.raises(TraceWriteError):
-            recorder._write_steps([])
-    assert (seen.steps, recorder.n_steps) == ([0, 1, 3], 3)
-    with open_trace(tmp_path / "t.flextrace") as reader:
-        assert [row.step for row in reader.steps(0)] == [0, 1, 3]
 
 
 def test_the_error_names_the_first_lost_record_and_counts_all(

@@ -11,8 +11,8 @@ from flexinspect.records.step import BranchRecord
 from flexinspect.rules.engine import RuleRunner
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace
-from flexinspect_hooks.capture import recorder as recorder_module
 from flexinspect_hooks.capture.recorder import Recorder
+from flexinspect_hooks.step_writer import step_writer
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
@@ -25,7 +25,7 @@ def test_the_rules_of_a_branch_see_its_parents_unless_it_begins_with_the_whole_s
         replayed.append((generation, branch))
         return []
 
-    monkeypatch.setattr(recorder_module, "replay_parents_from_path", replay)
+    monkeypatch.setattr(step_writer, "replay_parents_from_path", replay)
     record = BranchRecord(0, 1, 0, 1, {"kind": "mask"}, recomputed=recomputed)
     with TraceWriter.create(tmp_path / "t.flextrace", {}) as writer:
         recorder = Recorder(writer)

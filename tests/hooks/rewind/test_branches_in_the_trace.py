@@ -104,7 +104,7 @@ class Run:
             state = "interrupted"
         finally:
             self.writer.close(state)
-        assert self.session.recorder.refused == []
+        assert self.session.recorder.writer.refused == []
         assert self.session.recorder.failure is None
         return TraceReader(self.path)
 

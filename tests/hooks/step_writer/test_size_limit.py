@@ -12,7 +12,7 @@ from support.warm_python import run_command
 from flexinspect.cli.flags import trace_size
 from flexinspect.records.step import ArrayRecord, StepRecord, TokenRecord
 from flexinspect.trace.reader import open_trace
-from flexinspect_hooks.capture.size_limit import SIZE_EVENT, SizeLimit
+from flexinspect_hooks.step_writer.size_limit import SIZE_EVENT, SizeLimit
 
 LIMIT = 100_000
 
