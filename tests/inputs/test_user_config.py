@@ -153,14 +153,14 @@ def test_a_wrong_key_is_named_with_file_and_line(home: Path, line: str, message:
 def test_keys_may_be_written_as_on_the_keyboard_or_in_the_help(home: Path) -> None:
     (home / "flexinspect.toml").write_text(
         '[keys]\n"step.next" = ["!", "Ctrl + A", "shift+v", "w"]\n'
-        '"step.last" = ["pgdn", "~", "ctrl++"]\n"step.forward" = "SPACE"\n'
+        '"step.last" = ["pgdn", "~", "ctrl++"]\n"step.ten_forward" = "SPACE"\n'
         '"run.pause" = "u"\n'
         '"step.previous" = ["←", "shift+alt+left"]\n'
     )
     assert load_config().keys == {
         "step.next": "exclamation_mark,ctrl+a,V,w",
         "step.last": "pagedown,tilde,ctrl+plus",
-        "step.forward": "space",
+        "step.ten_forward": "space",
         "run.pause": "u",
         "step.previous": "left,alt+shift+left",
     }

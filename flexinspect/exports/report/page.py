@@ -283,7 +283,7 @@ _KEY_NAMES = {
 """Textual's names of keys as a browser calls them."""
 
 _PAGE_ACTIONS = (
-    *("step.next", "step.previous", "step.first", "step.last", "step.forward", "step.back"),
+    *("step.next", "step.previous", "step.first", "step.last", "step.ten_forward", "step.ten_back"),
     *("step.goto", "step.replay", "place.back", "finding.next", "finding.previous"),
     *("generation.next", "generation.previous", "layer.next", "layer.previous"),
     *("head.next", "head.previous", "branch.choose", "zoom.in", "zoom.out", "view.flip"),

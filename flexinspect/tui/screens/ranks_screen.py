@@ -30,7 +30,7 @@ from flexinspect.tui.ranks_view import RanksData
 from flexinspect.tui.screens.dialogs import HelpScreen
 
 ACTIONS = (
-    *("step.next", "step.previous", "step.first", "step.last", "step.forward", "step.back"),
+    *("step.next", "step.previous", "step.first", "step.last", "step.ten_forward", "step.ten_back"),
     *("finding.next", "finding.previous", "layer.next", "layer.previous"),
     *("generation.next", "generation.previous", "view.measure", "cursor.enter", "rail.toggle"),
     "app.help",
@@ -235,8 +235,8 @@ class RanksScreen(Screen[None]):
             "step.previous": partial(self.go_to, step - 1),
             "step.first": partial(self.go_to, 0),
             "step.last": partial(self.go_to, 1 << 30),
-            "step.forward": partial(self.go_to, step + 10),
-            "step.back": partial(self.go_to, step - 10),
+            "step.ten_forward": partial(self.go_to, step + 10),
+            "step.ten_back": partial(self.go_to, step - 10),
             "finding.next": partial(self._go_to_difference, 1),
             "finding.previous": partial(self._go_to_difference, -1),
             "layer.next": partial(self._move_rank, 1),

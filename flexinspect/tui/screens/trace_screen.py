@@ -84,7 +84,7 @@ NEED_MODEL = (
 """Actions that say at once if the run has ended, before they ask or move anything."""
 
 NEED_STEPS = (
-    *("step.next", "step.previous", "step.first", "step.last", "step.forward", "step.back"),
+    *("step.next", "step.previous", "step.first", "step.last", "step.ten_forward", "step.ten_back"),
     *("step.goto", "step.replay", "tokens.next", "tokens.previous"),
     *("tokens.xray", "tokens.weights", "tokens.match"),
 )
@@ -491,8 +491,8 @@ class TraceScreen(Screen[None]):
             "code.show": self._show_code,
             "step.next": lambda: go.move_by(1),
             "step.previous": lambda: go.move_by(-1),
-            "step.forward": lambda: go.move_by(PAGE),
-            "step.back": lambda: go.move_by(-PAGE),
+            "step.ten_forward": lambda: go.move_by(PAGE),
+            "step.ten_back": lambda: go.move_by(-PAGE),
             "step.first": lambda: go.jump(Navigate(step=self.status.first_step)),
             "step.last": lambda: go.jump(Navigate(step=self.status.last_step or 0)),
             "step.goto": self.search.ask_step,

@@ -33,6 +33,30 @@ def causes_of(reader: TraceReader, verdict: Verdict) -> list[Finding]:
     ]
 
 
+def failed_checks_of(reader: TraceReader, verdict: Verdict) -> list[Finding]:
+    """Return the failed checks of recorded attention that a divergence is the reason of.
+
+    Attention that is not what its record says gives other numbers, which the audit has judged: in
+    the layers of the fault that explains them, or from the first layer that differs on.
+    """
+    found = verdict.divergence
+    if found is None or found.point[1] is None:
+        return []
+    explanation = verdict.search.explanation if verdict.search is not None else None
+    faulty = (found.point[1],) if explanation is None else explanation.layers
+    return [
+        one
+        for one in reader.findings()
+        if one.id == "observer.check-failed" and one.generation == verdict.generation
+        if one.severity is not Severity.NOTE
+        if faulty is None or found.point[1] in (layers := _layers_of(one)) or layers <= {*faulty}
+    ]
+
+
+def _layers_of(finding: Finding) -> set[int]:
+    return {*finding.layers} or {-1 if finding.layer is None else finding.layer}
+
+
 _CAUSES = {
     "mask": ("mask", "decode", "segments", "path", "cache", "lengths"),
     "padding": ("mask", "positions"),

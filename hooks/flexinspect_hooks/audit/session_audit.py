@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,12 +16,13 @@ from flexinspect.core.text import plural, print_message
 from flexinspect.records.finding import Severity
 from flexinspect.records.step import EventRecord
 from flexinspect.rules.cache.assembled_cache import ORIGINS_EVENT
-from flexinspect.rules.engine import RuleRunner
+from flexinspect.rules.engine import RuleRunner, as_consequence
 from flexinspect.rules.numerics.audit_findings import (
     AUDIT_EVENT,
     AUDIT_SKIPPED_EVENT,
     AUDITED_EVENT,
     CHOICE_EVENT,
+    finding_id,
 )
 from flexinspect.rules.numerics.changed_weights import REPLACED_EVENT, SCALES_EVENT
 from flexinspect.trace.reader import open_trace
@@ -30,7 +31,7 @@ from flexinspect_hooks.audit.evidence.step_evidence import EvidenceStore
 from flexinspect_hooks.audit.explanations.nan_origin import explain_nonfinite
 from flexinspect_hooks.audit.explanations.quantized_scales import wrong_scales
 from flexinspect_hooks.audit.forward.forward_run import LOGITS
-from flexinspect_hooks.audit.one_cause import causes_of, rows_of_one_cause
+from flexinspect_hooks.audit.one_cause import causes_of, failed_checks_of, rows_of_one_cause
 from flexinspect_hooks.audit.program_audit import (
     AuditOptions,
     ProgramAudit,
@@ -124,6 +125,7 @@ def audit_session(
             data["causes"] = _recorded_causes(recorder, verdict)
             data["follows"] = same.get((verdict.generation, verdict.batch))
             put(AUDIT_EVENT, describe_verdict(verdict), verdict.generation, step, data)
+            _explain_failed_checks(recorder, verdict, data)
             if verdict.choice is not None:
                 at = verdict.choice["wrong"][0]
                 text = "The program did not choose the best token in each step."
@@ -179,6 +181,17 @@ def _recorded_causes(recorder: Recorder, verdict: Verdict) -> list[str]:
     if causes and causes[0].severity is not Severity.ERROR:
         recorder.explain_finding(replace(causes[0], severity=Severity.ERROR))
     return [one.id for one in causes]
+
+
+def _explain_failed_checks(recorder: Recorder, verdict: Verdict, data: Mapping[str, Any]) -> None:
+    """Make notes of the failed checks of attention whose reason is a divergence."""
+    if verdict.divergence is None or recorder.path is None:
+        return
+    with open_trace(recorder.path) as reader:
+        failed = failed_checks_of(reader, verdict)
+    cause = next(iter(data["causes"]), finding_id(data))
+    for one in failed:
+        recorder.explain_finding(as_consequence(one, cause))
 
 
 def unjudged_events(verdicts: Sequence[Verdict]) -> Iterator[tuple[str, int, dict[str, Any]]]:
