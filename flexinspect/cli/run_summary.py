@@ -16,6 +16,7 @@ from flexinspect.core.text import escape_unprintable, plural, truncate
 from flexinspect.inputs.model_sizes import human_bytes
 from flexinspect.inputs.samples import judge_answer
 from flexinspect.records.finding import Finding, Severity, sort_by_severity
+from flexinspect.records.step import EventRecord
 from flexinspect.records.training_step import CALLS_EVENT, PARAMETERS_EVENT
 from flexinspect.trace.queries import question_text
 from flexinspect.trace.query_results import GenerationRow
@@ -52,8 +53,14 @@ def summarize_run(path: Path) -> dict[str, Any]:
             "is_own": run.get("job") is not None,
             "generations": [_summarize_generation(row, reader) for row in reader.generations()],
             "notes": [r.event.text for r in events if r.event.kind not in NO_NOTES],
+            "own_traces": [own for r in events if (own := _own_trace(r.event)) is not None],
             "findings": sort_by_severity(findings),
         }
+
+
+def _own_trace(event: EventRecord) -> str | None:
+    """Return the trace that the program records by itself, if an event says so."""
+    return event.data.get("path") if event.kind == "own-trace" else None
 
 
 def _summarize_generation(row: GenerationRow, reader: TraceReader) -> dict[str, Any]:
@@ -138,6 +145,8 @@ def print_summary(
 def _next_lines(trace: Path, summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield commands that help now, with what each is for; the first opens the trace."""
     path, findings = command_path(trace), summary["findings"]
+    if not summary["generations"] and (own := summary.get("own_traces")):
+        path = own[-1]  # this trace has no steps, and that of the program has
     steps = [(f"flexinspect open {path}", "step through it")]
     if findings:
         steps.append((f"flexinspect explain {findings[0].id}", "the first finding, and its fix"))

@@ -398,6 +398,8 @@ with flexinspect.watch_training(net, optimizer, out="own.flextrace", quiet=True)
     assert unseen(tmp_path) == []
     with trace(tmp_path) as reader:
         assert told in [row.event.text for row in reader.events() if row.event.kind == "own-trace"]
+    (first,) = (line for line in lines if line.startswith("next"))
+    assert first.split()[:4] == ["next", "flexinspect", "open", "own.flextrace"]
 
 
 def test_the_manifest_names_the_program_and_dump_prints_its_output(tmp_path: Path) -> None:

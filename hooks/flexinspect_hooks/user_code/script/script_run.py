@@ -198,7 +198,7 @@ class ProgramCapture(CapturedRun):
             return
         text = f"The program records itself. To see it: flexinspect open {command_path(path)}"
         self._has_own_traces = True
-        self.record_event("own-trace", text)
+        self.record_event("own-trace", text, path=command_path(path))
         print_message(text)
 
     def _on_import_begin(self, name: str) -> None:
