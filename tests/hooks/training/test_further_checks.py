@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from flexinspect.records.finding import Finding
 from flexinspect_hooks.python_internals.initializer_calls import count_initializations
-from flexinspect_hooks.training.model_checks import check_initializations
+from flexinspect_hooks.training.model_checks import check_constant_inputs, check_initializations
 from flexinspect_hooks.training.token_checks import check_padding
 from flexinspect_hooks.training.update_checks import check_outliers, update_outliers
 from flexinspect_hooks.training.watch_training import watch_training
@@ -482,3 +482,23 @@ def test_dropout_in_several_passes_of_the_same_inputs_is_meant(
                 model.train()
 
     assert checks_of(tmp_path, model, losses()) == expected
+
+
+@pytest.mark.parametrize(
+    ("inputs", "value"),
+    [
+        ([], None),
+        ([torch.ones(1)], None),
+        (["text", torch.arange(6)], None),
+        ([torch.zeros(4, 3)], 0.0),
+        ([torch.full((4, 3), 2.5), torch.ones(4, dtype=torch.int64)], 2.5),
+        ([torch.zeros(4, 3), torch.arange(4)], None),
+        ([X], None),
+        ([torch.zeros(1, 3)], None),
+    ],
+)
+def test_constant_inputs_are_found_where_no_input_varies(
+    inputs: list[Any], value: float | None
+) -> None:
+    found = check_constant_inputs(inputs)
+    assert [facts["value"] for _, _, facts in found] == ([] if value is None else [value])
