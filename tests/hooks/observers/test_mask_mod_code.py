@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -242,6 +243,18 @@ def test_a_mask_mod_without_python_code_has_none() -> None:
     code, new = codes.capture(torch.ge, StepBuffer(torch.device("cpu")))
     assert code is None
     assert not new
+
+
+def test_a_file_that_was_edited_meanwhile_has_values_but_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "edited.py"
+    text = "n = 3\n\ndef mask_mod(b, h, q, k):\n    return q - k < n\n"
+    path.write_text(text)
+    namespace: dict[str, Any] = {"__name__": "edited"}
+    exec(compile(text, str(path), "exec"), namespace)
+    path.write_text("n = 3\n\ndef mask_mod(b, h, q, k):\n    return (q - k\n")
+    recorder = Recorder()
+    assert recorder.record(namespace["mask_mod"])["variables"] == {"n": 3}
+    assert recorder.sources == {}
 
 
 def test_code_by_exec_has_values_but_no_text() -> None:

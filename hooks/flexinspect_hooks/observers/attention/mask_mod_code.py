@@ -9,6 +9,7 @@ import ast
 import inspect
 import math
 import textwrap
+import tokenize
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from types import BuiltinFunctionType, CodeType, MemberDescriptorType, ModuleType
@@ -122,7 +123,8 @@ class MaskModCodes:
 
 def _source_text(function: Any) -> tuple[str, int]:
     """Return the text of a function without indentation, and its first line; "" if unknown."""
-    with suppress(OSError, TypeError, ValueError, IndexError, SyntaxError):
+    # The file may have been edited since it was imported.
+    with suppress(OSError, TypeError, ValueError, IndexError, SyntaxError, tokenize.TokenError):
         lines, line = inspect.getsourcelines(function)
         if function.__name__ == "<lambda>":
             return _lambda_text("".join(lines), line, function.__code__)
