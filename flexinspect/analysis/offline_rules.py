@@ -91,6 +91,10 @@ def pending_tasks(reader: TraceReader, rules: Sequence[Rule]) -> list[ReviewTask
     return tasks
 
 
+_ONCE_PART_OF = {"repeated_kv_heads": "heads"}
+"""Rules that were a part of another one in earlier traces, and ran with it."""
+
+
 def live_rule_names(run: Mapping[str, Any], rules: Iterable[Rule]) -> frozenset[str]:
     """Return the names of the rules that ran live, on each step while it was recorded.
 
@@ -98,7 +102,8 @@ def live_rule_names(run: Mapping[str, Any], rules: Iterable[Rule]) -> frozenset[
     """
     named = run.get("rules")
     if isinstance(named, list):
-        return frozenset(map(str, named))
+        names = {*map(str, named)}
+        return frozenset(names | {one for one, other in _ONCE_PART_OF.items() if other in names})
     return frozenset(rule.name for rule in rules if not rule.offline_only)
 
 

@@ -132,6 +132,7 @@ _NEW_RULES = (
     "penalty_sign",
     "sampled_otherwise",
     "assembled_cache",
+    "repeated_kv_heads",
 )
 """Rules that did not exist when the traces were recorded."""
 
@@ -144,7 +145,9 @@ def test_the_rules_that_ran_live_on_an_earlier_trace_do_not_run_again(
         tasks = pending_tasks(reader, load_rules().rules)
         ran_live = {*reader.run()["rules"]}
     assert ran_live | {*_NEW_RULES} == {rule.name for rule in load_rules().rules}
-    assert {rule.name for task in tasks for rule in task.rules} <= {*_NEW_RULES}
+    # A part of the rule "heads" then, so that its findings are in the trace.
+    own = {*_NEW_RULES} - {"repeated_kv_heads"}
+    assert {rule.name for task in tasks for rule in task.rules} <= own
     pending = {
         task.generation.generation: tuple(rule.name for rule in task.end_only_rules)
         for task in tasks
