@@ -50,13 +50,13 @@ from flexinspect_hooks.training.measurement import GradientMeter
 from flexinspect_hooks.training.model_checks import Failure
 from flexinspect_hooks.training.model_parts import ModelParts
 from flexinspect_hooks.training.step_checks import EVENT, N_FIRST_STEPS, StepChecks
-from flexinspect_hooks.training.step_draft import (
+from flexinspect_hooks.training.torch_calls import ClippingNorms
+from flexinspect_hooks.training.training_step_draft import (
     Loss,
     TrainingRecords,
     TrainingStepDraft,
     training_generation,
 )
-from flexinspect_hooks.training.torch_calls import ClippingNorms
 
 T = TypeVar("T")
 RECORD_KINDS = (imported.TRAINING, imported.EVENTS, imported.MEMORY, imported.STATISTICS)

@@ -22,8 +22,8 @@ from flexinspect.rules.training.training_steps import TrainingRule
 from flexinspect_hooks.training import (
     cost_governor,
     forward_passes,
-    step_draft,
     training_session,
+    training_step_draft,
 )
 from flexinspect_hooks.training.gradient_statistics import learning_rates
 from flexinspect_hooks.training.watch_training import TrainingWatch, watch_training
@@ -251,7 +251,7 @@ def test_a_step_waits_for_a_gpu_only_if_gradients_are_measured(
         original(self)
 
     monkeypatch.setattr(torch.cuda, "synchronize", waits)
-    for module in (forward_passes, step_draft):
+    for module in (forward_passes, training_step_draft):
         monkeypatch.setattr(module, "is_remote", lambda tensor: True)
     monkeypatch.setattr(training_session.TrainingStepDraft, "read", noted)
     monkeypatch.setitem(
