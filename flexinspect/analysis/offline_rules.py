@@ -91,8 +91,8 @@ def pending_tasks(reader: TraceReader, rules: Sequence[Rule]) -> list[ReviewTask
     return tasks
 
 
-_ONCE_PART_OF = {"repeated_kv_heads": "heads"}
-"""Rules that were a part of another one in earlier traces, and ran with it."""
+_SPLIT_FROM = {"repeated_kv_heads": "heads"}
+"""Rules that were split from another rule. Earlier traces list only the other one."""
 
 
 def live_rule_names(run: Mapping[str, Any], rules: Iterable[Rule]) -> frozenset[str]:
@@ -103,7 +103,7 @@ def live_rule_names(run: Mapping[str, Any], rules: Iterable[Rule]) -> frozenset[
     named = run.get("rules")
     if isinstance(named, list):
         names = {*map(str, named)}
-        return frozenset(names | {one for one, other in _ONCE_PART_OF.items() if other in names})
+        return frozenset(names | {one for one, other in _SPLIT_FROM.items() if other in names})
     return frozenset(rule.name for rule in rules if not rule.offline_only)
 
 

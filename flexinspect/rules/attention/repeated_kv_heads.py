@@ -7,7 +7,7 @@ from flexinspect.records.step import StepRecord
 from flexinspect.rules.context import format_step_layers
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
 
-_KEYS_TILED_EVENT = "keys-tiled"
+KEYS_TILED_EVENT = "keys-tiled"
 
 
 class RepeatedKVHeadsRule(Rule):
@@ -21,7 +21,7 @@ class RepeatedKVHeadsRule(Rule):
     def on_step(self, step: StepRecord) -> Findings:
         """Return a finding for each event about repeated keys."""
         for event in step.events:
-            if event.kind != _KEYS_TILED_EVENT:
+            if event.kind != KEYS_TILED_EVENT:
                 continue
             layers = [int(layer) for layer in event.data["layers"]]
             sentence = (

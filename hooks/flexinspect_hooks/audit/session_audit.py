@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -122,10 +122,9 @@ def audit_session(
         for verdict in (one for one in verdicts if one.n_steps):
             step = verdict.divergence.step if verdict.divergence is not None else None
             data = verdict_data(verdict) | {"ms": round(1e3 * verdict.seconds, 1)}
-            data["causes"] = _recorded_causes(recorder, verdict)
+            data["causes"] = _link_findings(recorder, verdict, finding_id(data))
             data["follows"] = same.get((verdict.generation, verdict.batch))
             put(AUDIT_EVENT, describe_verdict(verdict), verdict.generation, step, data)
-            _explain_failed_checks(recorder, verdict, data)
             if verdict.choice is not None:
                 at = verdict.choice["wrong"][0]
                 text = "The program did not choose the best token in each step."
@@ -172,26 +171,21 @@ def _verdicts(
             reader.close()
 
 
-def _recorded_causes(recorder: Recorder, verdict: Verdict) -> list[str]:
-    """Return the ids of the causes of a divergence; the first one becomes as severe as it."""
+def _link_findings(recorder: Recorder, verdict: Verdict, own: str) -> list[str]:
+    """Link a divergence with the findings of the run; return the ids of those that caused it.
+
+    The first cause becomes as severe as the divergence. Failed checks of attention become notes
+    that follow from it, or from `own`, the id of the finding of the divergence.
+    """
     if verdict.divergence is None or recorder.path is None:
         return []
     with open_trace(recorder.path) as reader:
-        causes = causes_of(reader, verdict)
+        causes, failed = causes_of(reader, verdict), failed_checks_of(reader, verdict)
     if causes and causes[0].severity is not Severity.ERROR:
         recorder.explain_finding(replace(causes[0], severity=Severity.ERROR))
+    for check in failed:
+        recorder.explain_finding(as_consequence(check, causes[0].id if causes else own))
     return [one.id for one in causes]
-
-
-def _explain_failed_checks(recorder: Recorder, verdict: Verdict, data: Mapping[str, Any]) -> None:
-    """Make notes of the failed checks of attention whose reason is a divergence."""
-    if verdict.divergence is None or recorder.path is None:
-        return
-    with open_trace(recorder.path) as reader:
-        failed = failed_checks_of(reader, verdict)
-    cause = next(iter(data["causes"]), finding_id(data))
-    for one in failed:
-        recorder.explain_finding(as_consequence(one, cause))
 
 
 def unjudged_events(verdicts: Sequence[Verdict]) -> Iterator[tuple[str, int, dict[str, Any]]]:

@@ -7,8 +7,8 @@ run in this order for each step, and the session catches whatever they raise:
 2. its own module or call hooks during the forward, which only keep references;
 3. `reduce` when the step's token is known: a few batched operations on the model's device, the
    results `put` into the buffer, the references dropped;
-4. `record` in the writer thread: numpy in, records out. Built-in hooks have an object for this in
-   `step_writer`, which knows neither torch nor the hook.
+4. `record` in the writer thread: numpy in, records out. Built-in hooks have an object of
+   `step_writer` for this, which does not depend on torch.
 
 A hook with a true `own_code_only` is used for code of the user only. flexinspect's own generation
 loop controls the inputs that such a hook would record.
@@ -132,7 +132,7 @@ class Hook:
             self.records.record(step, kept, values, draft)
 
     def stop_deferring(self) -> None:
-        """Values of a step were modified before they were read, so later ones must not wait."""
+        """Tensors were modified before the writer thread read them: reduce at once from now on."""
 
 
 def built_in_hooks() -> tuple[list[Hook], dict[str, str]]:

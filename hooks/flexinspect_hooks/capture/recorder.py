@@ -24,8 +24,7 @@ from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.hook import Hook
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.python_internals.threads import background_thread
-from flexinspect_hooks.step_writer import step_writer
-from flexinspect_hooks.step_writer.step_writer import ReducedStep, StepWriter
+from flexinspect_hooks.step_writer.step_writer import ReducedStep, SingleRecord, StepWriter
 
 LINGER_S = 0.2
 """How long a step may wait for later steps before it is written.
@@ -66,7 +65,7 @@ class FinishedStep(Struct):
     tokens: Callable[[], tuple[step_records.TokenRecord, ...]] = tuple
 
 
-Item = FinishedStep | step_writer.Item
+Item = FinishedStep | SingleRecord
 """What is written, in order. Other work of the writer thread is queued as a function."""
 
 
@@ -81,7 +80,7 @@ class Recorder:
     def __init__(self, sink: TraceWriter, *, linger_s: float = LINGER_S) -> None:
         self._linger_s = linger_s
         self.writer = StepWriter(sink, self._report_hook_error, self._stop_deferring)
-        """What the writer thread writes with; only that thread may call it."""
+        """Writes what is queued. Once the thread has started, only the thread calls its methods."""
         self._waiting: deque[Any] = deque()
         self._idle: deque[Callable[[], object]] = deque()
         self._wake = threading.Event()

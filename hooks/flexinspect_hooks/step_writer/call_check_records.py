@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from flexinspect.records.step import ArrayRecord
+from flexinspect.rules.attention.repeated_kv_heads import KEYS_TILED_EVENT
 from flexinspect_hooks.step_writer.mask_records import MaskFacts
 from flexinspect_hooks.step_writer.step_draft import StepDraft
 from flexinspect_hooks.step_writer.values import Values, with_prefix
 
-KEYS_TILED = "keys-tiled"
 RESCALED = "scores-rescaled"
 BATCH_ROWS = "batch-rows"
 SLOTS_STREAM = "attention.slots"
@@ -36,7 +36,7 @@ def record_user_call_checks(values: Values, calls: CallFields, draft: StepDraft)
     if tiled := [calls[int(number)] for number, orders in repeats if orders[1] and not orders[0]]:
         layers = sorted({call["layer"] for call in tiled})
         text = f"The keys of layers {layers} were repeated as a whole, not head by head."
-        draft.add_event(KEYS_TILED, text, {"layers": layers, "q_heads": tiled[0]["q_heads"]})
+        draft.add_event(KEYS_TILED_EVENT, text, {"layers": layers, "q_heads": tiled[0]["q_heads"]})
     _record_scales(values, calls, draft)
     slots = with_prefix(values, SLOTS_PREFIX)
     if any(row[1] or row[3] for row in slots.values()):

@@ -1,7 +1,7 @@
-"""The records of a step while they are made, and what makes them.
+"""The draft of a step's records, and the protocol of the objects that fill it in.
 
-The modules of this package work on numpy arrays and plain data only: they never load torch, and
-know neither the model nor the hooks that observed it.
+The modules of this package work on numpy arrays and plain data. They never import torch, and hold
+no reference to the model or to its hooks.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class StepDraft(Struct):
     arrays: list[step_records.ArrayRecord] = field(default_factory=list)
     events: list[step_records.EventRecord] = field(default_factory=list)
     are_values_lost: bool = False
-    """Whether the hook whose records are made read values that were modified meanwhile."""
+    """Set by `StepRecords.record` if its values come from tensors that were modified before."""
 
     def add_event(self, kind: str, text: str, data: Mapping[str, Any]) -> None:
         """Add an event of the step."""

@@ -1,6 +1,6 @@
-"""Writes what a recorder gets: it makes records of steps, runs the live rules, and commits.
+"""Makes records of steps, runs the live rules on them, and writes both into the trace.
 
-It knows no thread and no torch: whoever owns it calls it with one item after the other.
+A `StepWriter` starts no thread. Its methods must be called from one thread at a time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from flexinspect.core.errors import TraceWriteError
 from flexinspect.records import step as step_records
@@ -24,28 +24,30 @@ from flexinspect_hooks.step_writer.values import Values
 
 
 class ReducedStep(Struct):
-    """A step whose values are on the host. `kept` is what each hook's `reduce` returned."""
+    """A step whose values are numpy arrays.
+
+    `kept` has for each hook what makes its records, and what its `reduce` returned.
+    """
 
     facts: StepFacts
     kept: tuple[tuple[StepRecords, Any], ...]
     values: Values
     tokens: tuple[step_records.TokenRecord, ...] = ()
-    draft: StepDraft = field(default_factory=lambda: _NO_DRAFT)
-    """Set while the step is written."""
 
 
-_NO_DRAFT: Any = None
-
-Item = step_records.GenerationEnd | step_records.EventRecord | step_records.GradientRecord
-"""What is written as it is."""
+SingleRecord = step_records.GenerationEnd | step_records.EventRecord | step_records.GradientRecord
+"""A record that is written by itself, not as part of a step."""
 
 
 class StepWriter:
-    """Writes items into `sink`. A failure ends the recording; it never ends the program.
+    """Writes steps and single records into `sink`.
 
-    `report_error` is called with what makes a hook's records, an exception and the step where that
-    failed; `report_lost` with one that found its values modified. After a failure nothing is
-    written any more, but a single record that could not be stored does not end the recording.
+    If making the records of a hook raises, `report_error` is called with the object that makes
+    them, the exception and the step, and the hook has no further records. `report_lost` is called
+    with an object whose values come from tensors that were modified before they were read.
+
+    After a `failure` nothing is written. A record that cannot be stored is listed in `refused`, and
+    does not end the recording.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class StepWriter:
         return getattr(self._sink, "recording_path", None)
 
     def guard(self, write: Callable[[], object]) -> None:
-        """Call a function that writes; keep an exception as the failure."""
+        """Call a function that writes. An exception becomes the `failure`, or is `refused`."""
         try:
             write()
         except TraceWriteError as error:
@@ -94,7 +96,7 @@ class StepWriter:
         self._sink.begin_generation(record)
 
     def begin_rules(self, record: step_records.GenerationRecord, rules: RuleRunner) -> None:
-        """Run `rules` from now on on each step of a generation, before it is written."""
+        """Set the rules that run on each step of a generation before it is written."""
         self._rule_runners[record.generation, 0] = rules
         rules.share_memory(self._rule_memory)
         if not self._rule_names.issuperset(rules.names):
@@ -122,8 +124,8 @@ class StepWriter:
 
     # -- single records ---------------------------------------------------------------------------
 
-    def write(self, item: Item | Callable[[], Item | None]) -> None:
-        """Write an item, or the one that a function returns; it may return None."""
+    def write(self, item: SingleRecord | Callable[[], SingleRecord | None]) -> None:
+        """Write a record, or the one that a function returns, if it returns one."""
         if self.failure is not None:
             return
         found = item() if callable(item) else item
@@ -194,12 +196,8 @@ class StepWriter:
         if error is not None:
             raise error
 
-    def has_failed(self, maker: StepRecords) -> bool:
-        """Whether making records failed at an earlier step."""
-        return bool(self._failed) and maker in self._failed
-
     def report_failed(self, maker: StepRecords, error: Exception, step: StepFacts) -> None:
-        """Make no further records of a hook whose values, or records, could not be made."""
+        """Report that the values or the records of a hook failed; it has no further records."""
         self._failed.append(maker)
         self._report_error(maker, error, step)
 
@@ -218,27 +216,26 @@ class StepWriter:
         Work on a single step finds its code and tables evicted from the CPU caches: the rules cost
         four times as much between the matrix products of two steps as in a row.
         """
-        for step in steps:
-            step.draft = StepDraft(step.facts, tokens=step.tokens)
+        drafts = [StepDraft(step.facts, tokens=step.tokens) for step in steps]
         for number in range(max(len(step.kept) for step in steps)):
-            for step in steps:
+            for step, draft in zip(steps, drafts, strict=True):
                 # In order, because later hooks read the records of earlier ones.
                 for maker, kept in step.kept[number : number + 1]:
-                    self._make(maker, kept, step)
+                    self._make(maker, kept, step, draft)
         records = []
-        for step in steps:
-            record = step.draft.assemble()
+        for draft in drafts:
+            record = draft.assemble()
             rules = self._rule_runners.get((record.generation, record.branch))
             records.append(record if rules is None else rules.on_step(record))
         return records
 
-    def _make(self, maker: StepRecords, kept: Any, step: ReducedStep) -> None:
-        if self.has_failed(maker):  # at an earlier step, after this one was queued
+    def _make(self, maker: StepRecords, kept: Any, step: ReducedStep, draft: StepDraft) -> None:
+        if self._failed and maker in self._failed:  # at an earlier step, after this one was queued
             return
         try:
-            maker.record(step.facts, kept, step.values, step.draft)
+            maker.record(step.facts, kept, step.values, draft)
         except Exception as error:
             self.report_failed(maker, error, step.facts)
-        if step.draft.are_values_lost:
-            step.draft.are_values_lost = False
+        if draft.are_values_lost:
+            draft.are_values_lost = False
             self._report_lost(maker)
