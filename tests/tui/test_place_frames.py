@@ -11,7 +11,7 @@ from support.tui import screen_lines, settle
 from flexinspect.panels.base import TracePlace
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.load_threads import LoadThreads
-from flexinspect.tui.place_frames import extrapolate_place, next_place
+from flexinspect.tui.place_frames import PlaceFrames, extrapolate_place, next_place
 from flexinspect.tui.trace_session import RunStatus
 
 
@@ -65,7 +65,8 @@ async def test_a_complete_frame_loads_the_next_place(
     trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A frame that is late, on a busy machine, does without.
-    monkeypatch.setattr("flexinspect.tui.place_frames.FRAME_S", 60.0)
+    defaults: Any = PlaceFrames.show.__kwdefaults__  # where `FRAME_S` was read once
+    monkeypatch.setitem(defaults, "within_s", 60.0)
     app: Any = InspectorApp(trace)
     async with app.run_test(size=(120, 40)) as pilot:
         await settle(pilot)
