@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.patience import PATIENCE_S
 from support.tiny import make_model
 from support.warm_python import Popen, run, run_command
 
 from flexinspect.trace.reader import open_trace
 
 FLEXINSPECT = [sys.executable, "-m", "flexinspect"]
-PATIENCE_S = 90
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 
 import pytest
+from support.patience import PATIENCE_S
 from support.warm_python import Ran, run_warm
 
 from flexinspect.cli.run import job_from_argv
@@ -19,7 +20,6 @@ from flexinspect.core.environment import is_recorder_alive
 from flexinspect.trace.reader import TraceReader, open_trace
 
 FLEXINSPECT = [sys.executable, "-m", "flexinspect"]
-PATIENCE_S = 60
 Done = subprocess.CompletedProcess[bytes]
 
 

@@ -6,13 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.patience import PATIENCE_S
 from support.warm_python import Popen
 
 from flexinspect.control.client import ControlClient
 from flexinspect.control.discovery import find_capture
 from flexinspect.trace.reader import TraceReader
-
-PATIENCE_S = 60
 
 
 def _start(trace: Path, *flags: str) -> subprocess.Popen[str]:

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from support.browser import CHROMIUM, Page, open_browser
+from support.patience import PATIENCE_S
 from support.terminal_screen import TerminalScreen
 
 from flexinspect.cli.open import is_local_request
@@ -60,7 +61,7 @@ class TerminalPage(Page):
 
     async def until_shown(self, text: str) -> None:
         """Wait until the screen shows the text. Only cells that changed arrive."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while text not in self._terminal.text():
                 await self.listen()
 

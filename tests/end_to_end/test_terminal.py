@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.patience import PATIENCE_S
 
 TMUX = shutil.which("tmux")
 pytestmark = pytest.mark.skipif(TMUX is None, reason="tmux is not installed")
@@ -42,7 +43,7 @@ class Pane:
         names = ("alternate_on", "mouse_any_flag", "cursor_flag")
         return self._run("display-message", "-p", " ".join(f"#{{{name}}}" for name in names))
 
-    def until(self, ready: Callable[[str], bool], seconds: float = 30.0) -> str:
+    def until(self, ready: Callable[[str], bool], seconds: float = PATIENCE_S) -> str:
         end = time.monotonic() + seconds
         while not ready(text := self.text()):
             assert time.monotonic() < end, f"this never came about; the screen:\n{text}"

@@ -15,6 +15,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from support.patience import PATIENCE_S
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -52,7 +54,7 @@ class Page:
         self._number += 1
         mine = self._number
         await self._socket.send_json({"id": mine, "method": method, "params": params})
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while mine not in self._answers:
                 await self.listen()
         answer = self._answers.pop(mine)
@@ -97,7 +99,7 @@ class Page:
 
     async def until(self, expression: str) -> None:
         """Wait until an expression is true."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while not await self.value(f"Boolean({expression})"):
                 await asyncio.sleep(0.02)
 
@@ -149,7 +151,7 @@ async def open_browser(
         assert process.stderr is not None
         loop = asyncio.get_running_loop()
         line = ""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while "DevTools listening on" not in line:
                 line = await loop.run_in_executor(None, process.stderr.readline)
         found = re.search(r":(\d+)/", line)

@@ -11,8 +11,7 @@ from flexinspect.control.messages import Cost, QueuedRewind, RewindCommand, Step
 from flexinspect.core.errors import ControlError, FlexInspectError
 from flexinspect_hooks.control.control_protocols import ControlTargets, SessionLevels
 from flexinspect_hooks.control.step_barrier import StepBarrier
-
-PATIENCE_S = 10.0
+from support.patience import PATIENCE_S
 
 
 def wait_for(condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:

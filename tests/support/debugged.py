@@ -12,8 +12,7 @@ from typing import Any, Self
 
 from flexinspect.launch.vscode_config import CONFIGURATIONS
 from support import warm_python
-
-PATIENCE_S = 90.0
+from support.patience import PATIENCE_S
 
 PROGRAM = """\
 import sys

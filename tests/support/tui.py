@@ -13,9 +13,7 @@ from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.panel_view import LoadedCanvas
 from flexinspect.tui.screens.dialogs import TextDialog
 from flexinspect.tui.screens.trace_screen import TraceScreen
-
-PATIENCE_S = 60.0
-"""Seconds to wait on a busy machine for what takes a fraction of one."""
+from support.patience import PATIENCE_S
 
 
 async def settle(pilot: Pilot[Any]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.paths import TESTS
+from support.patience import PATIENCE_S
 from support.traces import sample_trace
 from support.tui import screen_lines, screen_text, settle
 
@@ -41,7 +42,7 @@ def job(path: Path, **changes: Any) -> Job:
     return Job(**(values | changes))
 
 
-async def until(pilot: Any, what: Any, seconds: float = 60.0) -> None:
+async def until(pilot: Any, what: Any, seconds: float = PATIENCE_S) -> None:
     async with asyncio.timeout(seconds):
         while not what():
             await pilot.pause(0.05)
@@ -318,6 +319,7 @@ async def test_a_script_is_shown_with_its_output_and_its_models(
         await settle(pilot)
         assert "LlamaForCausalLM" in screen_lines(app)[0]
         await pilot.press("down", "down", "down")
+        await settle(pilot)
         assert screen(app).place.layer == 1
 
 

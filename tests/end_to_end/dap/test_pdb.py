@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 from support import warm_python
+from support.patience import PATIENCE_S
 
 from flexinspect.trace.reader import open_trace
-
-PATIENCE_S = 90.0
 
 
 class Terminal:

@@ -9,7 +9,8 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
-from support.controlled import PATIENCE_S, wait_for
+from support.controlled import wait_for
+from support.patience import PATIENCE_S
 
 from flexinspect.breakpoints.store import BreakpointHit, BreakpointStore
 from flexinspect.control.messages import StepRef

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from support.controlled import wait_for
 from support.paths import DEMO
+from support.patience import PATIENCE_S
 from support.warm_python import Popen
 
 from flexinspect.cli.main import main
@@ -31,7 +32,6 @@ from flexinspect.trace.reader import TraceReader
 from flexinspect.tui.trace_session import CaptureClient, TraceSession
 
 FLEXINSPECT = [sys.executable, "-m", "flexinspect"]
-PATIENCE_S = 60
 
 ENDLESS = f"""
 import torch

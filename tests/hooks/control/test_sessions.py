@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.controlled import PATIENCE_S, wait_for
+from support.controlled import wait_for
+from support.patience import PATIENCE_S
 from support.tiny import ids, make_model
 from transformers import DynamicCache
 

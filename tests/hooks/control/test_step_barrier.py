@@ -9,7 +9,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from support.controlled import PATIENCE_S, FakeModel, wait_for
+from support.controlled import FakeModel, wait_for
+from support.patience import PATIENCE_S
 
 from flexinspect.control.messages import Fork, Restore, StatusResponse, StepRef
 from flexinspect.core.errors import ControlError

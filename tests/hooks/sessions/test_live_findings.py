@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from support.patience import PATIENCE_S
 from support.tiny import make_model
 from torch import Tensor
 
@@ -36,7 +37,6 @@ from flexinspect_hooks.sessions.capture_session import CaptureSession
 
 CPU = torch.device("cpu")
 NEW = 6
-PATIENCE_S = 30
 AFTER_THE_SCORES = (
     "; the scores of that row are finite, so it comes from the values or a later part"
 )

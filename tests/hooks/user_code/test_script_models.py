@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 from support.paths import DEMO, TESTS
+from support.patience import PATIENCE_S
 from support.warm_python import Popen
 
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect_hooks.user_code.model_discovery import BASE_MODEL
-
-PATIENCE_S = 120
 
 HEAD = f"""
 import gc, json, sys, time, warnings
