@@ -6,6 +6,9 @@ with their mean, so that both see the machine in the same state.
 
 The writer thread works up to `LINGER_S` behind the model. So a block begins untimed, until the
 thread has steps of the block to write, and the bare copy waits until it has written all.
+
+The last column is the cost that the run itself states, per step, and how far that is from what was
+measured here, in percent of a step without capture.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ import torch
 import flexinspect
 from benchmarks.common import bench_prompt, markdown
 from benchmarks.smallest_recorder import SmallestRecorder
+from flexinspect.core.errors import FlexInspectError
 from flexinspect.records.step import LEVELS
 from flexinspect_hooks.capture.hook import Hook
 from flexinspect_hooks.capture.new_trace import create_trace
@@ -164,6 +168,7 @@ def _measure_one(model: Any, watched: Watched, seconds: float) -> tuple[dict[str
     other, ids = copy.deepcopy(model, dict(shared)), bench_prompt().ids
     bare, recorded = GreedyLoop(model, ids), GreedyLoop(other, ids)
     found: list[tuple[Times, Times]] = []  # the mean of the two bare blocks, and the one between
+    stated: dict[str, float] = {}
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -178,11 +183,22 @@ def _measure_one(model: Any, watched: Watched, seconds: float) -> tuple[dict[str
                 before = after
                 if len(found) % BLOCKS_OF_A_TEXT == 0:
                     before = _begin(bare, recorded)
+        stated = _stated(Path(folder) / "parts.flextrace")
     return {
         "wall_ms": _difference([between[0] - mean[0] for mean, between in found]),
         "cpu_ms": _difference([between[1] - mean[1] for mean, between in found]),
         "blocks": len(found),
+        **stated,
     }, statistics.median(mean[0] for mean, _ in found)
+
+
+def _stated(path: Path) -> dict[str, float]:
+    """Return what a run states that capture takes, in milliseconds per step; {} if it does not."""
+    with suppress(FlexInspectError), flexinspect.open_trace(path) as reader:
+        if cost := reader.run().get("cost"):
+            capture_s = cost["total_s"] * cost["ratio"] / (1 + cost["ratio"])
+            return {"stated_ms": round(1e3 * capture_s / cost["steps"], 3)}
+    return {}
 
 
 def _begin(bare: GreedyLoop, recorded: GreedyLoop) -> Times:
@@ -208,11 +224,22 @@ def _difference(values: Sequence[float]) -> dict[str, float]:
 def table(facts: dict[str, Any]) -> str:
     """Return the figures as a table in Markdown."""
     head = ["level", "part", "ms more per step", "CPU of the model's thread, ms", "blocks"]
+    head.append("stated by the run, ms")
     rows = [
-        [one["level"], one["part"], _cell(one["wall_ms"]), _cell(one["cpu_ms"]), str(one["blocks"])]
+        [
+            *(one["level"], one["part"], _cell(one["wall_ms"]), _cell(one["cpu_ms"])),
+            *(str(one["blocks"]), _stated_cell(one, facts["ms_without"])),
+        ]
         for one in facts["parts"]
     ]
     return f"{facts['ms_without']:.1f} ms per token without\n\n{markdown(head, rows)}"
+
+
+def _stated_cell(part: dict[str, Any], ms_without: float) -> str:
+    if "stated_ms" not in part:
+        return ""
+    points = 100 * (part["stated_ms"] - part["wall_ms"]["mean"]) / ms_without
+    return f"{part['stated_ms']:.2f} ({points:+.1f} points)"
 
 
 def _cell(found: dict[str, float]) -> str:

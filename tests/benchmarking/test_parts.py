@@ -24,6 +24,10 @@ def test_every_part_of_every_level_has_a_row() -> None:
     assert len(rows) == 2 + len(parts.cases())  # the head, and the parts
     assert all(one["blocks"] >= 3 for one in facts["parts"])
     assert facts["ms_without"] > 0
+    stated = {one["part"]: one.get("stated_ms") for one in facts["parts"]}
+    assert stated.pop(parts.ALL) > 0
+    assert set(stated.values()) == {None}  # only a whole run states its cost
+    assert rows[-1].count("points)") == 1
 
 
 @pytest.mark.parametrize("level_and_name", list(parts.cases())[1:], ids=" ".join)
