@@ -31,7 +31,7 @@ examples:
   flexinspect explain segments.shifted
   flexinspect glossary margin
   flexinspect declare run.flextrace
-  flexinspect show run.flextrace --panel mask --step 3
+  flexinspect show run.flextrace --panel mask --step 2
   flexinspect report run.flextrace -o run.html
   flexinspect flowchart --trace run.flextrace
   flexinspect diff a.flextrace b.flextrace

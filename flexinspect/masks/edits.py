@@ -1,4 +1,4 @@
-"""Edits of a mask in text form; `docs/branches.md` lists them.
+"""Edits of a mask in text form, as a branch of a trace states them.
 
 Segments are named by their label or their number. A mask stays causal: a cell above the diagonal
 cannot be opened, as the key does not exist yet when a generated row is computed.

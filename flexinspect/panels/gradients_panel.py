@@ -296,6 +296,14 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
             findings=tuple(GradientsRule().on_gradients(record)),
         )
 
+    def on_action(
+        self, action: str, data: GradientsData, request: Request[GradientsOptions]
+    ) -> GradientsOptions | Navigate | None:
+        """Select the other side, or the measure of "who": the norms of "where" have no other."""
+        if action == "view.measure" and request.options.side == "where":
+            return None
+        return super().on_action(action, data, request)
+
     def describe(self, data: GradientsData) -> list[str]:
         """Return the check, segments, strongest tokens, norms and findings as text."""
         lines = [f"Gradient of the {format_title(data)}.", f"{format_check(data.record)}."]

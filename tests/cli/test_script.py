@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from itertools import groupby, pairwise
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from support.warm_python import Ran, run_warm
 
 from flexinspect.cli.run import job_from_argv
 from flexinspect.core.environment import is_recorder_alive
+from flexinspect.core.errors import FlexInspectError
 from flexinspect.trace.reader import TraceReader, open_trace
 
 FLEXINSPECT = [sys.executable, "-m", "flexinspect"]
@@ -308,6 +310,30 @@ def test_a_program_that_ignores_ctrl_c_ends_with_its_starter_too(tmp_path: Path)
     while is_recorder_alive(run) and time.monotonic() < until:
         time.sleep(0.1)
     assert not is_recorder_alive(run)
+
+
+def _waits_for_debugger(folder: Path) -> bool:
+    if not (folder / "t.flextrace").exists():
+        return False
+    with suppress(FlexInspectError), trace(folder) as reader:
+        return any("waiting for a debugger" in row.event.text for row in reader.events())
+    return False
+
+
+def test_ctrl_c_while_a_debugger_is_waited_for_ends_the_run_as_interrupted(tmp_path: Path) -> None:
+    write(tmp_path, "script.py", "raise AssertionError('the program has begun')")
+    flags = ("--no-ui", "--debugpy", "0", "--wait-for-client", "--out", "t.flextrace")
+    with started([*FLEXINSPECT, "run", *flags, "script.py"], tmp_path) as process:
+        until = time.monotonic() + PATIENCE_S
+        while not _waits_for_debugger(tmp_path) and time.monotonic() < until:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        err = process.communicate(timeout=PATIENCE_S)[1].decode()
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert "Nothing was recorded" not in err
+    with trace(tmp_path) as reader:
+        assert reader.state == "interrupted"
 
 
 def test_a_closed_stdout_reaches_the_program(tmp_path: Path) -> None:

@@ -228,6 +228,7 @@ def test_keys_flip_the_side_and_the_measure(source: Make) -> None:
     assert PANEL.on_action("view.flip", data, made_request) == WHERE
     assert PANEL.on_action("view.flip", data, request(options=WHERE)) == GradientsOptions()
     assert PANEL.on_action("view.measure", data, made_request) == GradientsOptions(by="norm")
+    assert PANEL.on_action("view.measure", data, request(options=WHERE)) is None
     assert PANEL.on_action("zoom.in", data, made_request) is None
 
 

@@ -51,6 +51,7 @@ class CaptureContext(Struct, eq=False):
     layers: tuple[int, ...]
     """Layers whose activations are stored at level extreme."""
     text_of: Callable[[int], str]
+    """Decodes a token id; a program's tokenizer may be known later than its model: see `decode`."""
     selectors: tuple[ModuleSelector, ...] = ()
     """Which further modules store their outputs at level extreme."""
     segments: tuple[Segment, ...] = ()
@@ -80,6 +81,10 @@ class CaptureContext(Struct, eq=False):
     """Returns (layer, output, version) of the decoder layers that have returned in this step."""
     record_event: Callable[[str, str, Mapping[str, Any]], None] = field(default=lambda *_: None)
     """Records an event (kind, text, facts) at once, at the step that is open."""
+
+    def decode(self, token_id: int) -> str:
+        """Return the text of a token, by the tokenizer that is known by now."""
+        return self.text_of(token_id)
 
     @property
     def is_open(self) -> bool:

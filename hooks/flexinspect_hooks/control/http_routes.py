@@ -200,7 +200,10 @@ class RouteHandlers:
             return self._targets.estimate_cost(command)
         refusal = "This capture cannot restore, fork or edit:"
         if self._targets.kind == "generation":
-            raise ControlError(f"{refusal} rewinding is disabled.")
+            raise ControlError(
+                f"{refusal} the model is still loading.",
+                hint="flexinspect ctl --wait pause returns once it has paused; then repeat this.",
+            )
         raise ControlError(
             f"{refusal} flexinspect cannot rewind the program's own loop.",
             hint="flexinspect run --model … runs a generation that supports it.",

@@ -440,3 +440,15 @@ class StepBarrier:
         requests = self._pause_request or self._target or self._pending or self._is_stopping
         is_waiting = self._waits_for_evaluation or self._paused_thread is not None
         self._has_work = bool(requests or is_waiting or self._is_start_position)
+
+
+def pass_barrier(barrier: StepBarrier, place: StepRef) -> float:
+    """Pass the barrier in a loop that cannot be rewound to another step.
+
+    Returns the seconds for which it waited. Raises `KeyboardInterrupt` if the run has to stop.
+    """
+    started = time.perf_counter()
+    while (command := barrier.between_steps(place)) is not None:
+        error = ControlError("This loop cannot be rewound to another step.")
+        barrier.report_result(command, error)
+    return time.perf_counter() - started

@@ -20,7 +20,7 @@ class LogitsHook(Hook):
 
     def install(self, context: CaptureContext) -> Iterable[Remove]:
         """Nothing to install: the step holds the root forward's output."""
-        self.records = LogitsRecords(context.text_of)
+        self.records = LogitsRecords(context.decode)
         return ()
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> bool:

@@ -49,7 +49,7 @@ class ModuleHook(Hook):
         self._digests = HiddenDigests()
         blocks = context.blocks.items()
         names = {layer: name for layer, (name, _) in blocks}
-        self.records = LayerRecords(names, max(names, default=0), context.text_of)
+        self.records = LayerRecords(names, max(names, default=0), context.decode)
         context.layer_outputs = lambda: self._outputs
         self._lens: LogitLens | None = None
         self._is_lens_made = self._is_modified = False

@@ -58,8 +58,9 @@ def prove_script(kind: str, job: ScriptJob, *, call: int, every: int) -> Proof:
     if isinstance(watch.result, FlexInspectError):
         raise watch.result
     if watch.result is None:
+        calls = "call" if watch.n_calls == 1 else "calls"
         raise UsageError(
-            f"{job.program} made {watch.n_calls} suitable calls of a transformers model, so call "
+            f"{job.program} made {watch.n_calls} suitable {calls} of a transformers model, so call "
             f"{call} could not be proved.",
             hint="A suitable call runs a whole prompt, at least as long as the declared segments, "
             "with an empty cache. --call N chooses another one.",

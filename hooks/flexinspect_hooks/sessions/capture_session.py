@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from flexinspect.control.messages import StepRef
-from flexinspect.core.errors import ControlError, UsageError
+from flexinspect.core.errors import UsageError
 from flexinspect.core.text import plural
 from flexinspect.inputs.module_selectors import parse_selectors
 from flexinspect.records import step as records
@@ -40,7 +40,7 @@ from flexinspect_hooks.capture.recorder import N_IMMEDIATE_STEPS, FinishedStep, 
 from flexinspect_hooks.capture.step_clock import StepClock, StepContext, off_cpu_s
 from flexinspect_hooks.capture.writer_slowdown import WriterSlowdown
 from flexinspect_hooks.control.control_protocols import SessionLevels, chosen_layers
-from flexinspect_hooks.control.step_barrier import StepBarrier
+from flexinspect_hooks.control.step_barrier import StepBarrier, pass_barrier
 from flexinspect_hooks.python_internals.threads import available_cores
 from flexinspect_hooks.python_internals.torch_private import compilation_metrics, dynamo_counters
 from flexinspect_hooks.step_writer.step_draft import StepEvent
@@ -227,11 +227,7 @@ class CaptureSession:
 
     def _pass_barrier(self) -> float:
         """Wait until the next forward may start; returns seconds. May raise `KeyboardInterrupt`."""
-        started, barrier = time.perf_counter(), self.barrier
-        while (command := barrier.between_steps(self.place)) is not None:
-            error = ControlError("This loop cannot be rewound to another step.")
-            barrier.report_result(command, error)
-        return time.perf_counter() - started
+        return pass_barrier(self.barrier, self.place)
 
     # -- a generation ----------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from torch.optim import optimizer as torch_optimizer
 from flexinspect.core.errors import TraceWriteError
 from flexinspect_hooks.capture.model_layers import model_facts
 from flexinspect_hooks.capture.rank_facts import parallel_facts
+from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.python_internals import torch_private
 from flexinspect_hooks.python_internals.live_objects import live_objects
 from flexinspect_hooks.python_internals.patching import patch
@@ -87,6 +88,8 @@ class TrainingFinder:
         """Whether a model generates now: its forward passes are no evaluation of a training."""
         self.on_step_end: Callable[[int, int], object] | None = None
         """Called with the generation and number of each training step that ends."""
+        self.barrier = StepBarrier()
+        """Where the forward passes of a step wait; by default no command ever reaches it."""
 
     def watch(self) -> None:
         """Observe the steps of all optimizers."""
@@ -202,6 +205,7 @@ class TrainingFinder:
             governor = Governor(self._levels.level, None)
             session = TrainingSession(part, optimizer, self._writer, governor, shared)
             session.is_paused, session.on_step_end = self.is_generating, self.on_step_end
+            session.barrier = self.barrier
             session.begin()
             one.session = session
             self._open.append(one)

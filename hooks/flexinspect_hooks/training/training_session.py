@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from flexinspect.control.messages import StepRef
 from flexinspect.records import imported, training_step
 from flexinspect.records.collectives import ALL_WEIGHTS_STREAM, WEIGHTS_STREAM
 from flexinspect.records.step import EventRecord, GenerationEnd
@@ -28,6 +29,7 @@ from flexinspect_hooks.capture.collective_log import CollectiveLog, observe_coll
 from flexinspect_hooks.capture.hook import built_in_rules
 from flexinspect_hooks.capture.rank_facts import current_rank
 from flexinspect_hooks.capture.recorder import N_IMMEDIATE_STEPS, FinishedStep, Recorder
+from flexinspect_hooks.control.step_barrier import StepBarrier, pass_barrier
 from flexinspect_hooks.observers.memory_hook import StepMemory
 from flexinspect_hooks.python_internals.threads import available_cores
 from flexinspect_hooks.python_internals.torch_private import (
@@ -122,6 +124,8 @@ class TrainingSession:
         """Whether forward passes belong to something else now, such as a call of `generate`."""
         self.on_step_end: Callable[[int, int], object] | None = None
         """Called with the generation and number of each step that ends."""
+        self.barrier = StepBarrier()
+        """Where the forward passes of a step wait; by default no command ever reaches it."""
 
     def begin(self) -> None:
         """Install all hooks and begin the generation that represents the run."""
@@ -412,9 +416,10 @@ class TrainingSession:
         self._end_step(started)
 
     def on_forward_begin(self, model: nn.Module, args: Sequence[Any], kwargs: Any) -> None:
-        """A forward pass begins."""
+        """A forward pass begins. Raises `KeyboardInterrupt` if the run has to stop."""
+        now = self._current
         self._evaluations.on_training()
-        self._checks.on_forward(model, args, kwargs, self._current.number)
+        self._checks.on_forward(model, args, kwargs, now.number)
         self._order.add_forward(model, args, kwargs)
         if self._step_started is None:
             self._step_started = time.perf_counter()
@@ -422,6 +427,9 @@ class TrainingSession:
         if self._collectives is not None and (parallel := active_data_parallel()) is not None:
             self._collectives.watch_reducer(parallel)  # of a Trainer, whose model is inside it
         self._flush()
+        waited_s = pass_barrier(self.barrier, StepRef(self._generation, step=now.number - 1))
+        self._step_started += waited_s
+        self._step_own_s -= waited_s  # it is a part of `own_s` of the forward passes
 
     def on_evaluation_begin(self, model: nn.Module, args: Sequence[Any], kwargs: Any) -> None:
         """A forward pass without a backward pass begins."""

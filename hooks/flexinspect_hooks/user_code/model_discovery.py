@@ -227,6 +227,7 @@ class ModelFinder:
         self._trainings = make(self.writer, recorder, self.numbers, levels, report)
         self._trainings.is_generating = lambda: any(one.generate_depth for one in self._open)
         self._trainings.on_step_end = self._note_step_end
+        self._trainings.barrier = self._run.control.barrier
         self._trainings.watch()
 
     def add_optimizer(self, optimizer: Any) -> None:

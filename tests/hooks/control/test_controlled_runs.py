@@ -341,6 +341,50 @@ def test_fast_commands_to_a_program_in_any_order_keep_its_state_correct(tmp_path
         run.process.communicate()
 
 
+TRAINS = """
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+while True:
+    model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_training_program_can_be_paused_stepped_and_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(TRAINS, "utf-8")
+    run = Run("train.py", cwd=tmp_path)
+    client = run.client()
+    wait_for(lambda: client.status().place.step > 2)
+    assert client.status().state == "running"
+    status = json.loads(ctl(capsys, "--wait", "--json", "pause")[1])
+    step = status["place"]["step"]
+    assert status["state"] == "paused"
+    with TraceReader(run.trace) as reader:  # the step has its loss, which comes after it
+        assert list(reader.training_steps(0)) == list(range(step + 1))
+    status = json.loads(ctl(capsys, "--wait", "--json", "step", "2")[1])
+    assert (status["state"], status["place"]["step"]) == ("paused", step + 2)
+    ctl(capsys, "restore", "1")
+    assert "cannot rewind the program's own loop" in ctl(capsys, "restore", "1")[1]
+    assert ctl(capsys, "stop")[0] == 0
+    code, _, err = run.end()
+    assert code == 130, err
+    assert "KeyboardInterrupt" in err
+    assert "flexinspect_hooks" not in err
+    with TraceReader(run.trace) as reader:
+        assert reader.state == "interrupted"
+        assert reader.n_steps(0) == step + 3
+
+
+def test_a_model_that_still_loads_is_said_to_load(
+    held: tuple[Run, ControlClient], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "the model is still loading" in ctl(capsys, "restore", "1", "--cost")[1]
+
+
 @pytest.mark.parametrize("program", [(), ("nothing.py",)])
 def test_a_port_in_use_is_an_error_and_leaves_no_trace(
     program: tuple[str, ...], tmp_path: Path

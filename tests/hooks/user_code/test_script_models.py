@@ -15,8 +15,10 @@ import pytest
 from support.paths import DEMO, TESTS
 from support.patience import PATIENCE_S
 from support.warm_python import Popen
+from transformers import AutoTokenizer
 
 from flexinspect.trace.reader import TraceReader, open_trace
+from flexinspect_hooks.loading.tokenizers import Vocabulary
 from flexinspect_hooks.user_code.model_discovery import BASE_MODEL
 
 HEAD = f"""
@@ -311,6 +313,19 @@ def fails(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     (folder / "declared.toml").write_text(DECLARED, "utf-8")
     flags = ("--declare", "declared.toml", "--level", "extreme", "--layers", "1,9")
     return ran(folder, FAILS.format(demo=str(DEMO)), *flags)
+
+
+def test_candidates_have_the_text_of_a_tokenizer_that_the_program_loads_after_its_model(
+    fails: Ran,
+) -> None:
+    with fails.trace() as reader:
+        vocabulary = Vocabulary(AutoTokenizer.from_pretrained(DEMO))
+        best = [reader.logits(0, step).candidates[0] for step in range(reader.n_steps(0))]
+        assert [one.text for one in best] == [vocabulary.text_of(one.token_id) for one in best]
+        lens = [one for step in range(2) for one in reader.lens(1, step)]
+        assert lens
+        for one in lens:
+            assert one.texts == tuple(map(vocabulary.text_of, one.token_ids))
 
 
 def test_an_exception_is_unchanged_and_marks_its_step(fails: Ran) -> None:

@@ -92,7 +92,11 @@ class ProgramCapture(CapturedRun):
         )
         atexit.register(self._close)
         background_thread("flexinspect-control", self._read_messages).start()
-        self._debugging.begin(self.writer.recording_path, self.record_event)
+        try:
+            self._debugging.begin(self.writer.recording_path, self.record_event)
+        except KeyboardInterrupt as error:  # it waited for a client
+            self._error = error
+            raise SystemExit(program.program_exit_code(error)) from None
         self.record_event("phase", _RUNNING)
         self._import_hooks.install()
         with suppress(AttributeError, ValueError, OSError):
@@ -277,11 +281,11 @@ class ProgramCapture(CapturedRun):
             text = f"{n} {were} started; what runs there is not recorded."
             self.record_event("not-recorded", text, n=n)
         has_found = self._finder is not None and self._finder.has_found_anything
-        # After an error of its own, a program needs no advice on what to record.
+        # A program that failed or was interrupted needs no advice on what to record.
         if (
             not has_found
             and not self._has_own_traces
-            and program.end_state(self._error) != "failed"
+            and program.end_state(self._error) == "finished"
         ):
             self.record_event("not-recorded", _nothing_recorded())
 
