@@ -89,7 +89,7 @@ class TrainingFinder:
         self.on_step_end: Callable[[int, int], object] | None = None
         """Called with the generation and number of each training step that ends."""
         self.barrier = StepBarrier()
-        """Where the forward passes of a step wait; by default no command ever reaches it."""
+        """Where the first forward pass of a step waits; by default no command ever reaches it."""
 
     def watch(self) -> None:
         """Observe the steps of all optimizers."""

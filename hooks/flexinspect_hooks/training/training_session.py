@@ -125,7 +125,8 @@ class TrainingSession:
         self.on_step_end: Callable[[int, int], object] | None = None
         """Called with the generation and number of each step that ends."""
         self.barrier = StepBarrier()
-        """Where the forward passes of a step wait; by default no command ever reaches it."""
+        """Where the first forward pass of a step waits; by default no command ever reaches it."""
+        self._let_through = -1  # the step whose first forward pass has passed the barrier
 
     def begin(self) -> None:
         """Install all hooks and begin the generation that represents the run."""
@@ -427,9 +428,11 @@ class TrainingSession:
         if self._collectives is not None and (parallel := active_data_parallel()) is not None:
             self._collectives.watch_reducer(parallel)  # of a Trainer, whose model is inside it
         self._flush()
-        waited_s = pass_barrier(self.barrier, StepRef(self._generation, step=now.number - 1))
-        self._step_started += waited_s
-        self._step_own_s -= waited_s  # it is a part of `own_s` of the forward passes
+        if self._let_through != now.number:  # not again for a part of another model's step
+            self._let_through = now.number
+            waited_s = pass_barrier(self.barrier, StepRef(self._generation, step=now.number - 1))
+            self._step_started += waited_s
+            self._step_own_s -= waited_s  # it is a part of `own_s` of the forward passes
 
     def on_evaluation_begin(self, model: nn.Module, args: Sequence[Any], kwargs: Any) -> None:
         """A forward pass without a backward pass begins."""

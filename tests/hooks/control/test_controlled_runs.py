@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -377,6 +378,35 @@ def test_a_training_program_can_be_paused_stepped_and_stopped(
     with TraceReader(run.trace) as reader:
         assert reader.state == "interrupted"
         assert reader.n_steps(0) == step + 3
+
+
+ALTERNATES = """
+import torch
+critic, maker = torch.nn.Linear(4, 1), torch.nn.Linear(4, 4)
+optimizers = [torch.optim.SGD(one.parameters(), lr=0.01) for one in (critic, maker)]
+with open("steps.txt", "w", buffering=1) as steps:
+    while True:
+        for optimizer in optimizers:
+            critic(maker(torch.ones(2, 4))).mean().backward()
+            optimizer.step()
+            print(file=steps)
+"""
+
+
+def test_a_step_of_two_models_that_train_in_turns_is_one_optimizer_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(ALTERNATES, "utf-8")
+    run = Run("train.py", cwd=tmp_path)
+    client = run.client()
+    wait_for(lambda: client.status().place.step > 2)
+    counts = []
+    for command in (["pause"], *[["step", "1"]] * 4):
+        ctl(capsys, "--wait", *command)
+        counts.append((tmp_path / "steps.txt").read_text().count("\n"))
+    ctl(capsys, "stop")
+    assert run.end()[0] == 130
+    assert [b - a for a, b in pairwise(counts)] == [1] * 4
 
 
 def test_a_model_that_still_loads_is_said_to_load(
