@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -162,12 +162,15 @@ def follow_live(folder: Path, seconds: float) -> dict[str, float]:
     path = folder / "live.flextrace"
     path.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.scale", str(path), str(seconds)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as writer:
+        assert writer.stdin is not None
         assert writer.stdout is not None
         writer.stdout.readline()  # the trace is there
         with Terminal(["open", str(path)]) as terminal:
             terminal.until(b"step ")
             started, before = time.perf_counter(), terminal.cpu_s()
+            writer.stdin.close()  # it records from here on, however long the viewer took to start
             while writer.poll() is None:
                 terminal.drain(0.05)
             wall, cpu = time.perf_counter() - started, terminal.cpu_s() - before
@@ -182,8 +185,11 @@ def follow_live(folder: Path, seconds: float) -> dict[str, float]:
     }
 
 
-def record_live(path: Path, seconds: float) -> int:
-    """Record steps at `RATE` a second; return how many were written."""
+def record_live(path: Path, seconds: float, wait: Callable[[], object] | None = None) -> int:
+    """Record steps at `RATE` a second; return how many were written.
+
+    With `wait`, it says when the first steps are written, and goes on once `wait` returns.
+    """
     n = int(RATE * seconds)
     made = synthetic._Made(synthetic._prompt([50] * 5, n), n, thin=True)
     groups = [
@@ -194,13 +200,14 @@ def record_live(path: Path, seconds: float) -> int:
         writer.write_event(EventRecord("phase", "generating", time.time()))
         writer.begin_generation(made.generation())
         writer.write_steps(groups[0])
-        print("recording", flush=True)
+        if wait is not None:
+            print("recording", flush=True)
+            wait()
         started = time.monotonic()
         for number, group in enumerate(groups[1:], 1):
             time.sleep(max(0.0, started + number * GROUP / RATE - time.monotonic()))
             writer.write_steps(group)
         writer.end_generation(made.end())
-    print(n, flush=True)
     return n
 
 
@@ -227,4 +234,4 @@ def table(facts: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    record_live(Path(sys.argv[1]), float(sys.argv[2]))
+    print(record_live(Path(sys.argv[1]), float(sys.argv[2]), sys.stdin.read), flush=True)

@@ -20,7 +20,7 @@ def test_traces_of_two_sizes_and_a_live_run_are_measured(
     monkeypatch.setattr(scale, "N_KEYS", 2)
     monkeypatch.setattr(scale, "LOADED_S", 0.3)
     steps, tokens = {"short": 40, "long": 80}, {"wide": 300}
-    facts = scale.measure(tmp_path, steps=steps, tokens=tokens, rounds=1, live_s=0.1)
+    facts = scale.measure(tmp_path, steps=steps, tokens=tokens, rounds=1, live_s=1.0)
     assert list(facts["traces"]) == ["short", "long", "wide"]
     assert facts["traces"]["short"]["key_cpu_s_ratio"] == 1
     assert all(one["resident_mb"] > 1 for one in facts["traces"].values())
