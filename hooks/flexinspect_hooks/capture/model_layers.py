@@ -82,6 +82,17 @@ def cross_attention(model: nn.Module, layer_of: Mapping[int, int]) -> dict[int, 
     return {layer: modules[1] for layer, modules in found.items() if len(modules) == 2}
 
 
+_HEAD_NAMES = ("lm_head", "embed_out", "output")
+
+
+def output_head(model: nn.Module) -> nn.Module | None:
+    """Return the module that makes logits of hidden states, None if the model has none."""
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if callable(get) else None
+    named = (getattr(model, name, None) for name in _HEAD_NAMES)
+    return next((one for one in (head, *named) if isinstance(one, nn.Module)), None)
+
+
 def model_facts(model: nn.Module) -> dict[str, Any]:
     """Return the facts of any torch module; facts that it does not have are left out."""
     config = getattr(model, "config", None)

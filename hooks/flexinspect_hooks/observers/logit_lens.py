@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from flexinspect.records.step import SPARSE_LENS_EVENT
 from flexinspect_hooks.capture.buffer import StepBuffer
+from flexinspect_hooks.capture.model_layers import output_head
 from flexinspect_hooks.capture.step_clock import StepContext
 
 TOP_K = 5
@@ -29,7 +30,6 @@ costs as much as several layers, once per layer that is read."""
 
 _NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f", "final_norm")
 """The last norm, as transformers names it beside the list of decoder layers."""
-_HEAD_NAMES = ("lm_head", "embed_out", "output")
 
 
 _SPARSE = (
@@ -123,14 +123,6 @@ class LogitLens:
         weight = next(iter(head.parameters()), hidden)
         logits: Tensor = head.forward(hidden.to(weight.device))[0].float()
         return self._rescale(logits)
-
-
-def output_head(model: nn.Module) -> nn.Module | None:
-    """Return the module that makes logits of hidden states, None if the model has none."""
-    get = getattr(model, "get_output_embeddings", None)
-    head = get() if callable(get) else None
-    named = (getattr(model, name, None) for name in _HEAD_NAMES)
-    return next((one for one in (head, *named) if isinstance(one, nn.Module)), None)
 
 
 def final_norm(model: nn.Module, block: str) -> nn.Module | None:

@@ -35,9 +35,10 @@ from flexinspect_hooks.capture.hook import (
     built_in_hooks,
     built_in_rules,
 )
-from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blocks
+from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blocks, output_head
 from flexinspect_hooks.capture.recorder import N_IMMEDIATE_STEPS, FinishedStep, Recorder
 from flexinspect_hooks.capture.step_clock import StepClock, StepContext, off_cpu_s
+from flexinspect_hooks.capture.write_window import WriteWindow
 from flexinspect_hooks.capture.writer_slowdown import WriterSlowdown
 from flexinspect_hooks.control.control_protocols import SessionLevels, chosen_layers
 from flexinspect_hooks.control.step_barrier import StepBarrier, pass_barrier
@@ -115,7 +116,7 @@ class CaptureSession:
         self._applied: tuple[str, str | None] | None = None  # of `SessionLevels.request`
         self._breaks: ModelBreakpoints | None = None
         self.capture_s = self.total_s = self.waited_s = 0.0
-        self.slowdown = WriterSlowdown()
+        self.slowdown, self._window = WriterSlowdown(), WriteWindow(self.recorder)
 
     def use_levels(self, levels: SessionLevels) -> None:
         """Record at the level and layers that `levels` has when a step opens."""
@@ -167,6 +168,10 @@ class CaptureSession:
         start = model.register_forward_pre_hook(self._on_forward_start, with_kwargs=True)
         end = model.register_forward_hook(self._on_forward_end)
         self._removes += [(None, start.remove), (None, end.remove)]
+        head = output_head(model)
+        if head is not None and self.recorder.has_core and self._device.type == "cpu":
+            before = head.register_forward_pre_hook(self._before_output_head)
+            self._removes.append((None, before.remove))
         # Weak references from now on, because the installed hooks may outlive the model.
         context.model = cast(nn.Module, weakref.proxy(model))
         context.blocks = {
@@ -340,12 +345,16 @@ class CaptureSession:
         step.writes_before = self.recorder.n_writes
         step.off_cpu_before = off_cpu_s()
 
+    def _before_output_head(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling() and self.context.is_open:
+            self._window.open()
+
     def _on_forward_end(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         self.context.is_open = False
         if self._step is not None:
-            self.waited_s += off_cpu_s() - self._step.off_cpu_before
+            self._count_wait(self._step)
             self._step.logits = newest_logits_row(output, module, copy=self._copy_logits)
 
     def on_token_chosen(
@@ -373,9 +382,17 @@ class CaptureSession:
         self.total_s += ended - step.started
         self._compare_with_quiet_steps(step)
 
+    def _count_wait(self, step: StepContext) -> None:
+        """Count the time that a forward waited, unless the writer worked in its window alone."""
+        n_changes = self.recorder.n_writes - step.writes_before
+        step.is_writer_hidden = self._window.close() and n_changes <= 2
+        if not step.is_writer_hidden:
+            self.waited_s += off_cpu_s() - step.off_cpu_before
+
     def _compare_with_quiet_steps(self, step: StepContext) -> None:
         """Count a decode step whose time is known for what the writer thread costs."""
-        if step.kv_before and step.step >= N_IMMEDIATE_STEPS:
+        is_known = step.kv_before and step.step >= N_IMMEDIATE_STEPS
+        if is_known and not step.is_writer_hidden:
             is_busy = step.writes_before % 2 > 0 or self.recorder.n_writes != step.writes_before
             self.slowdown.add(step.wall_ms / 1e3, is_busy=is_busy)
 
@@ -449,7 +466,8 @@ class CaptureSession:
         ratio includes `writer_s` if torch uses every core, because then the writer takes cores from
         the model. Otherwise it includes how much longer steps take while the writer works
         (`WriterSlowdown`), because both need the interpreter; or, where that is not known,
-        `waited_s`, the time that the model's thread waited in forwards.
+        `waited_s`, the time that the model's thread waited in forwards. Neither counts a step
+        during which the writer worked in the `WriteWindow` alone, because that costs nothing.
         """
         return capture_cost([self], self.recorder)
 

@@ -41,7 +41,7 @@ from flexinspect_hooks.capture.failure_facts import failure_facts
 from flexinspect_hooks.capture.hook import Hook
 from flexinspect_hooks.capture.model_layers import has_own_attention
 from flexinspect_hooks.capture.recorder import FinishedStep, Recorder
-from flexinspect_hooks.capture.step_clock import StepContext, cached_length, off_cpu_s, query_length
+from flexinspect_hooks.capture.step_clock import StepContext, cached_length, query_length
 from flexinspect_hooks.generate_calls.generate_call import generate_facts
 from flexinspect_hooks.generate_calls.generate_checks import GenerateChecks
 from flexinspect_hooks.generate_calls.processor_trials import own_processors
@@ -290,7 +290,7 @@ class WatchSession(CaptureSession):
         self.context.is_open, step = False, self._step
         if step is None:
             return
-        self.waited_s += off_cpu_s() - step.off_cpu_before
+        self._count_wait(step)
         try:
             # `generate` copies the row before it modifies it; another loop may not.
             copy = not self.generate_depth or is_compiled

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from support.dense_reference import attention_row
+from support.patience import PATIENCE_S
 from support.tiny import make_model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -32,13 +33,14 @@ from flexinspect.records.step import (
     TokenRecord,
 )
 from flexinspect_hooks.capture.hook import built_in_hooks
-from flexinspect_hooks.capture.recorder import N_IMMEDIATE_STEPS
+from flexinspect_hooks.capture.recorder import N_IMMEDIATE_STEPS, Recorder
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.capture.writer_slowdown import WriterSlowdown
 from flexinspect_hooks.generation.decoding import Choice, generate
 from flexinspect_hooks.generation.flex_patch import FlexPatch
 from flexinspect_hooks.generation.mask_source import SpecMaskSource
 from flexinspect_hooks.observers.attention import segment_attention
+from flexinspect_hooks.sessions import capture_session
 from flexinspect_hooks.sessions.capture_session import CaptureSession
 
 CPU = torch.device("cpu")
@@ -648,6 +650,13 @@ def test_the_writer_of_a_short_run_counts_for_at_most_half_of_the_rest(
     assert cost["ratio"] == pytest.approx(expected, rel=1e-2)
 
 
+@pytest.fixture
+def no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the writer work at any time of a forward, as for a model without output embeddings."""
+    monkeypatch.setattr(capture_session, "output_head", lambda model: None)
+
+
+@pytest.mark.usefixtures("no_window")
 @pytest.mark.parametrize(("threads", "counts"), [(1, "waited_s"), (10_000, "writer_s")])
 def test_the_cost_includes_the_time_that_the_writer_takes_from_the_model(
     llama: Any, prompt: Prompt, monkeypatch: pytest.MonkeyPatch, threads: int, counts: str
@@ -666,6 +675,7 @@ def test_the_cost_includes_the_time_that_the_writer_takes_from_the_model(
     assert cost["ratio"] == pytest.approx(spent / (cost["total_s"] - spent), rel=1e-2)
 
 
+@pytest.mark.usefixtures("no_window")
 @pytest.mark.parametrize(("threads", "slowed_s"), [(1, 0.004), (10_000, 0.1)])
 def test_the_cost_includes_how_much_longer_steps_take_beside_a_writer_with_a_core(
     llama: Any, prompt: Prompt, monkeypatch: pytest.MonkeyPatch, threads: int, slowed_s: float
@@ -703,3 +713,47 @@ def test_a_step_is_busy_if_the_writer_worked_at_any_time_in_it(
     step = StepContext(0, 5, "decode", 1, 9, "basic", wall_ms=3.0, writes_before=before)
     session._compare_with_quiet_steps(step)
     assert (session.slowdown.n_busy, session.slowdown.n_quiet) == (is_busy, not is_busy)
+
+
+class WaitingHead(torch.nn.Linear):
+    """Output embeddings whose product takes until the writer is done."""
+
+    recorder: Recorder
+    n_written: list[int]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        until = time.monotonic() + PATIENCE_S
+        while self.recorder.is_behind and time.monotonic() < until:
+            time.sleep(0.001)
+        self.n_written.append(self.recorder.n_steps)
+        return super().forward(hidden)
+
+
+def test_each_step_is_written_during_the_output_embeddings_of_the_next_one(
+    prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr("flexinspect_hooks.sessions.capture_session.available_cores", lambda: 2)
+    model, recorder = make_model("llama"), Recorder(MemorySink(), linger_s=PATIENCE_S)
+    head = model.get_output_embeddings()
+    head.__class__, head.recorder, head.n_written = WaitingHead, recorder, []
+    session = CaptureSession(model, MemorySink(), recorder=recorder)
+    recorder.start()
+    with session:
+        begin(session, prompt)
+        generate(model, prompt, max_new_tokens=NEW, on_choice=chooser(session, prompt))
+        # Step 1 is written at once, so it may be written before the window of step 2.
+        assert session.slowdown.n_quiet + session.slowdown.n_busy <= 1
+        assert head._forward_pre_hooks
+    recorder.stop()
+    assert head.n_written == [*range(NEW)]
+    assert not head._forward_pre_hooks
+    assert session.waited_s < session.total_s / 2
+
+
+def test_no_hook_is_on_the_output_embeddings_where_torch_uses_every_core(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexinspect_hooks.sessions.capture_session.available_cores", lambda: 1)
+    with CaptureSession(llama, MemorySink()):
+        assert not llama.get_output_embeddings()._forward_pre_hooks
