@@ -7,6 +7,9 @@ from msgspec import Struct
 _MIN_QUIET, _MIN_BUSY = 8, 2
 _OUTLIER = 2.0
 """Quiet steps that take this many times their mean are no measure: the machine did something."""
+_PAUSE = 4.0
+"""Busy steps count up to this many times the mean of quiet ones: beyond it the program paused, as
+between two turns of a chat, and the writer had time to work."""
 
 
 class WriterSlowdown(Struct):
@@ -26,7 +29,8 @@ class WriterSlowdown(Struct):
         """Add a decode step of `step_s` seconds."""
         if is_busy:
             self.n_busy += 1
-            self.busy_s += step_s
+            quiet_s = self.quiet_s / self.n_quiet if self.n_quiet else step_s
+            self.busy_s += min(step_s, _PAUSE * quiet_s)
         elif self.n_quiet < _MIN_QUIET or step_s * self.n_quiet < _OUTLIER * self.quiet_s:
             self.n_quiet += 1
             self.quiet_s += step_s

@@ -28,6 +28,10 @@ def test_steps_in_which_the_machine_did_something_else_are_no_measure() -> None:
     assert slowdown(quiet, [0.012] * 5).seconds == pytest.approx(0.010)
 
 
+def test_a_pause_of_the_program_is_no_cost_of_the_writer() -> None:
+    assert slowdown([0.010] * 20, [0.012, 0.012, 3.3]).seconds == pytest.approx(0.034)
+
+
 def test_a_writer_that_costs_nothing_costs_no_less() -> None:
     assert slowdown([0.010] * 20, [0.009] * 4).seconds == 0
 
