@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -85,12 +86,20 @@ def cross_attention(model: nn.Module, layer_of: Mapping[int, int]) -> dict[int, 
 _HEAD_NAMES = ("lm_head", "embed_out", "output")
 
 
+def output_embeddings(model: Any) -> nn.Module | None:
+    """Return the module that computes logits, None for a model without one."""
+    with suppress(NotImplementedError, AttributeError):
+        found = model.get_output_embeddings()
+        return found if isinstance(found, nn.Module) else None
+    return None
+
+
 def output_head(model: nn.Module) -> nn.Module | None:
     """Return the module that makes logits of hidden states, None if the model has none."""
-    get = getattr(model, "get_output_embeddings", None)
-    head = get() if callable(get) else None
     named = (getattr(model, name, None) for name in _HEAD_NAMES)
-    return next((one for one in (head, *named) if isinstance(one, nn.Module)), None)
+    return next(
+        (one for one in (output_embeddings(model), *named) if isinstance(one, nn.Module)), None
+    )
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:

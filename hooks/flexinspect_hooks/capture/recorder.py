@@ -92,6 +92,8 @@ class Recorder:
         self._n_put = self._n_done = 0
         self._stopping = False
         self._running_in = 0  # the process in which the thread runs; asking it costs much more
+        self.is_asleep = False
+        """Whether the writer thread waits to be woken."""
         self._thread = background_thread("flexinspect-writer", self._run)
         self.start = self._thread.start
         self.has_core = False
@@ -219,10 +221,13 @@ class Recorder:
 
     def _sleep(self) -> None:
         """Wait until the thread is woken, or until steps have waited long enough."""
+        self.is_asleep = True
         with suppress(Empty):
             self._wakes.get(timeout=self._linger_s)
+            self.is_asleep = False
             while True:  # once awake, it sees what all others woke it for
                 self._wakes.get_nowait()
+        self.is_asleep = False
 
     def _call_idle(self) -> None:
         call = self._idle.popleft()

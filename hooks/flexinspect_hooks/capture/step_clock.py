@@ -36,8 +36,6 @@ class StepContext(StepFacts):
     """`off_cpu_s()` when the forward began."""
     writes_before: int = 0
     """`Recorder.n_writes` when the forward began."""
-    is_writer_hidden: bool = False
-    """Whether the writer thread worked during the forward in its `WriteWindow` alone."""
 
     def drop_references(self) -> None:
         """Drop every tensor, so that capture does not keep a step's memory alive."""

@@ -17,7 +17,8 @@ class WriterSlowdown(Struct):
 
     Both threads need the interpreter, so the model waits, and it switches more often: no clock of a
     thread shows that. The writer works several times a second, so most steps of a fast model run
-    without it. Those of a slow model hardly do; then `seconds` is None.
+    without it; of those with a `WriteWindow`, every eighth. Those of a slow model hardly do; then
+    `seconds` is None.
     """
 
     n_quiet: int = 0
@@ -28,9 +29,9 @@ class WriterSlowdown(Struct):
     def add(self, step_s: float, *, is_busy: bool) -> None:
         """Add a decode step of `step_s` seconds."""
         if is_busy:
+            n, sum_s = (self.n_quiet, self.quiet_s) if self.n_quiet else (self.n_busy, self.busy_s)
             self.n_busy += 1
-            quiet_s = self.quiet_s / self.n_quiet if self.n_quiet else step_s
-            self.busy_s += min(step_s, _PAUSE * quiet_s)
+            self.busy_s += min(step_s, _PAUSE * sum_s / n) if n else step_s
         elif self.n_quiet < _MIN_QUIET or step_s * self.n_quiet < _OUTLIER * self.quiet_s:
             self.n_quiet += 1
             self.quiet_s += step_s

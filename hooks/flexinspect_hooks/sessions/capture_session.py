@@ -168,10 +168,8 @@ class CaptureSession:
         start = model.register_forward_pre_hook(self._on_forward_start, with_kwargs=True)
         end = model.register_forward_hook(self._on_forward_end)
         self._removes += [(None, start.remove), (None, end.remove)]
-        head = output_head(model)
-        if head is not None and self.recorder.has_core and self._device.type == "cpu":
-            before = head.register_forward_pre_hook(self._before_output_head)
-            self._removes.append((None, before.remove))
+        if self.recorder.has_core and self._device.type == "cpu":
+            self._watch_output_head(model)
         # Weak references from now on, because the installed hooks may outlive the model.
         context.model = cast(nn.Module, weakref.proxy(model))
         context.blocks = {
@@ -190,6 +188,14 @@ class CaptureSession:
     def _install(self, hook: Hook) -> None:
         for remove in hook.install(self.context):
             self._removes.append((hook, remove))
+
+    def _watch_output_head(self, model: nn.Module) -> None:
+        head = None
+        with suppress(Exception):  # code of the model, which records nothing
+            head = output_head(model)
+        # Some models return their input embeddings here.
+        if head is not None and not isinstance(head, nn.Embedding):
+            self._removes.append((None, self._window.install(head, self.context)))
 
     def __exit__(self, *_: object) -> None:
         self._abandon()
@@ -345,10 +351,6 @@ class CaptureSession:
         step.writes_before = self.recorder.n_writes
         step.off_cpu_before = off_cpu_s()
 
-    def _before_output_head(self, module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling() and self.context.is_open:
-            self._window.open()
-
     def _on_forward_end(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
@@ -385,14 +387,12 @@ class CaptureSession:
     def _count_wait(self, step: StepContext) -> None:
         """Count the time that a forward waited, unless the writer worked in its window alone."""
         n_changes = self.recorder.n_writes - step.writes_before
-        step.is_writer_hidden = self._window.close() and n_changes <= 2
-        if not step.is_writer_hidden:
+        if not (self._window.close() and n_changes == 2):
             self.waited_s += off_cpu_s() - step.off_cpu_before
 
     def _compare_with_quiet_steps(self, step: StepContext) -> None:
         """Count a decode step whose time is known for what the writer thread costs."""
-        is_known = step.kv_before and step.step >= N_IMMEDIATE_STEPS
-        if is_known and not step.is_writer_hidden:
+        if step.kv_before and step.step >= N_IMMEDIATE_STEPS:
             is_busy = step.writes_before % 2 > 0 or self.recorder.n_writes != step.writes_before
             self.slowdown.add(step.wall_ms / 1e3, is_busy=is_busy)
 
@@ -466,8 +466,8 @@ class CaptureSession:
         ratio includes `writer_s` if torch uses every core, because then the writer takes cores from
         the model. Otherwise it includes how much longer steps take while the writer works
         (`WriterSlowdown`), because both need the interpreter; or, where that is not known,
-        `waited_s`, the time that the model's thread waited in forwards. Neither counts a step
-        during which the writer worked in the `WriteWindow` alone, because that costs nothing.
+        `waited_s`, the time that the model's thread waited in forwards, except those in which the
+        writer worked in the `WriteWindow` alone.
         """
         return capture_cost([self], self.recorder)
 

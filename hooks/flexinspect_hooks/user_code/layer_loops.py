@@ -21,6 +21,7 @@ from flexinspect_hooks.capture.model_layers import (
     attention_layers,
     decoder_blocks,
     decoder_stack,
+    output_embeddings,
 )
 
 Made = Callable[[], Iterator[nn.Module]]
@@ -181,14 +182,6 @@ def _is_owner(owner: Any, model: nn.Module) -> bool:
     is_base = owner is not model and getattr(owner, "base_model", None) is model
     has_encoder = bool(getattr(getattr(owner, "config", None), "is_encoder_decoder", False))
     return is_base and not has_encoder and output_embeddings(owner) is not None
-
-
-def output_embeddings(model: Any) -> nn.Module | None:
-    """Return the module that computes logits, None for a model without one."""
-    with suppress(NotImplementedError, AttributeError):
-        found = model.get_output_embeddings()
-        return found if isinstance(found, nn.Module) else None
-    return None
 
 
 def on_logits(model: nn.Module, end: Callable[[Tensor], None]) -> Callable[[], None] | None:
