@@ -6,8 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -170,6 +172,13 @@ def test_a_finished_trace_is_read_without_making_files(finished: Path, tmp_path:
     assert names(tmp_path) == ["a.flextrace"]
 
 
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Return a new folder that others may enter; each start of pytest closes its own to them."""
+    with tempfile.TemporaryDirectory() as made:
+        yield Path(made)
+
+
 READ = """
 import os, sys
 from flexinspect.core.errors import TraceError
@@ -190,10 +199,6 @@ def read_as_nobody(path: Path) -> str:
     """Read in a child that cannot write to the folder, even when the tests run as root."""
     for each in path.parent.iterdir():
         each.chmod(0o644)
-    outer = path.parent.parent
-    while outer != outer.parent and outer.owner() == path.owner() and len(outer.parts) > 2:
-        outer.chmod(outer.stat().st_mode | 0o055)
-        outer = outer.parent
     path.parent.chmod(0o555)
     try:
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -213,18 +218,14 @@ def read_as_nobody(path: Path) -> str:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no users like that here")
-def test_a_trace_in_a_read_only_folder_is_read(tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
+def test_a_trace_in_a_read_only_folder_is_read(folder: Path) -> None:
     path = write(folder / "a.flextrace")
     assert read_as_nobody(path) == "2 True"
     assert names(folder) == ["a.flextrace"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no users like that here")
-def test_a_trace_left_in_wal_mode_is_read_in_a_read_only_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
+def test_a_trace_left_in_wal_mode_is_read_in_a_read_only_folder(folder: Path) -> None:
     path = write(folder / "a.flextrace")
     data = bytearray(path.read_bytes())
     data[18:20] = b"\2\2"
@@ -234,10 +235,11 @@ def test_a_trace_left_in_wal_mode_is_read_in_a_read_only_folder(tmp_path: Path) 
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no users like that here")
-def test_an_unfinished_trace_in_a_read_only_folder_is_read_or_refused(tmp_path: Path) -> None:
-    live, folder = tmp_path / "live", tmp_path / "folder"
+def test_an_unfinished_trace_in_a_read_only_folder_is_read_or_refused(
+    tmp_path: Path, folder: Path
+) -> None:
+    live = tmp_path / "live"
     live.mkdir()
-    folder.mkdir()
     with TraceWriter.create(live / "a.flextrace", {}) as writer:
         writer.write_step(step(0))
         writer.write_step(step(1))

@@ -15,6 +15,8 @@ from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.tui import saved_state
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.key_line import LAST_ACTIONS, KeyLine, actions_to_show, lay_out_keys
+from flexinspect.tui.panel_layout import Slots
+from flexinspect.tui.panel_view import PanelView
 from flexinspect.tui.trace_session import CaptureStatus, RunStatus
 
 FINISHED = RunStatus("finished", generations=1, last_step=3)
@@ -135,3 +137,17 @@ async def test_in_a_trace_without_steps_the_keys_of_steps_and_panels_answer(tmp_
             "Mask: there is nothing to show at this place.",
             *["No step was recorded."] * 2,
         ]
+
+
+async def test_a_message_before_the_panels_are_made_changes_no_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app: Any = InspectorApp(sample_trace(tmp_path / "a.flextrace"))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        before = screen_lines(app)[-1]
+        monkeypatch.setattr(Slots, "views", lambda self: [])
+        app.screen.post_message(PanelView.EffectsChanged())
+        await pilot.pause()
+        assert screen_lines(app)[-1] == before
+        monkeypatch.undo()

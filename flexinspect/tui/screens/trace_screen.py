@@ -179,7 +179,7 @@ class TraceScreen(Screen[None]):
     @on(Slots.Changed)
     def _handle_panel_change(self) -> None:
         """Show the keys of the focused panel, the X-ray and the cell in one that has appeared."""
-        if not self.slots.views():  # before they are made, and while the screen closes
+        if not self.slots.views():
             return
         self._show_keys()
         self._select_cell()
@@ -189,6 +189,8 @@ class TraceScreen(Screen[None]):
     @on(DiagnosisCard.Shown)
     @on(PanelView.EffectsChanged)
     def _show_keys(self) -> None:
+        if not self.slots.views():  # before they are made, and while the screen closes
+            return
         for key_line in self.query(KeyLine):
             key_line.repaint()
 
