@@ -93,8 +93,8 @@ class StepBuffer:
     def defer(self, reduction: Reduction, *, wait: bool = True, **inputs: Inputs) -> None:
         """Add the results of `reduction(xp, **inputs)`, with `xp` torch or numpy.
 
-        On CPU the model's thread runs each operation with cold caches, and the writer thread
-        several steps in a row, so there the work waits for the writer thread and is done in numpy.
+        On CPU the model's thread runs each operation with cold caches, and the writer thread beside
+        the model or several steps in a row, so the work waits for that thread and is done in numpy.
         Not in torch: the first parallel operation of a second thread makes OpenMP keep a second
         pool of threads, after which every barrier of the model sleeps instead of spinning (a decode
         step of 18 ms was measured at 25 ms). On an accelerator it is done in torch, where the

@@ -18,9 +18,9 @@ _MOST_LATE = 3
 _CLOSED_FOR = 256
 """Forwards after which a window that stayed closed is tried again."""
 
-QUIET_EVERY = 8
-"""At every eighth forward the window stays closed: what the writer costs is measured against these
-(`WriterSlowdown`)."""
+QUIET_EVERY = 16
+"""At every sixteenth forward the window stays closed: against these it is measured what the writer
+costs (`WriterSlowdown`)."""
 
 
 class WriteWindow:

@@ -8,8 +8,8 @@ _MIN_QUIET, _MIN_BUSY = 8, 2
 _OUTLIER = 2.0
 """Quiet steps that take this many times their mean are no measure: the machine did something."""
 _PAUSE = 4.0
-"""Busy steps count up to this many times the mean of quiet ones: beyond it the program paused, as
-between two turns of a chat, and the writer had time to work."""
+"""Busy steps that take this many times the mean of quiet ones are no measure: the program paused,
+as between two turns of a chat, and the writer had time to work."""
 
 
 class WriterSlowdown(Struct):
@@ -17,7 +17,7 @@ class WriterSlowdown(Struct):
 
     Both threads need the interpreter, so the model waits, and it switches more often: no clock of a
     thread shows that. The writer works several times a second, so most steps of a fast model run
-    without it; of those with a `WriteWindow`, every eighth. Those of a slow model hardly do; then
+    without it; of those with a `WriteWindow`, one of sixteen. Those of a slow model hardly do; then
     `seconds` is None.
     """
 
@@ -30,8 +30,9 @@ class WriterSlowdown(Struct):
         """Add a decode step of `step_s` seconds."""
         if is_busy:
             n, sum_s = (self.n_quiet, self.quiet_s) if self.n_quiet else (self.n_busy, self.busy_s)
-            self.n_busy += 1
-            self.busy_s += min(step_s, _PAUSE * sum_s / n) if n else step_s
+            if not n or step_s * n < _PAUSE * sum_s:
+                self.n_busy += 1
+                self.busy_s += step_s
         elif self.n_quiet < _MIN_QUIET or step_s * self.n_quiet < _OUTLIER * self.quiet_s:
             self.n_quiet += 1
             self.quiet_s += step_s

@@ -32,7 +32,7 @@ def forward(window: WriteWindow, recorder: QueuedSteps, *, in_time: bool) -> boo
     return window.close()
 
 
-def test_the_writer_is_woken_at_all_forwards_but_each_eighth_while_it_is_in_time() -> None:
+def test_the_writer_is_woken_at_all_forwards_but_each_sixteenth_while_it_is_in_time() -> None:
     recorder = QueuedSteps()
     window = WriteWindow(recorder)
     woken = [forward(window, recorder, in_time=True) for _ in range(3 * QUIET_EVERY)]

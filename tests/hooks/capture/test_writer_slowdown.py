@@ -29,16 +29,16 @@ def test_steps_in_which_the_machine_did_something_else_are_no_measure() -> None:
 
 
 def test_a_pause_of_the_program_is_no_cost_of_the_writer() -> None:
-    assert slowdown([0.010] * 20, [0.012, 0.012, 3.3]).seconds == pytest.approx(0.034)
+    assert slowdown([0.010] * 20, [0.012, 0.012, 3.3]).seconds == pytest.approx(0.004)
 
 
 def test_a_pause_before_the_first_quiet_step_is_no_cost_either() -> None:
     found = WriterSlowdown()
-    for seconds in (0.012, 3.3):
+    for seconds in (0.012, 3.3, 0.012):
         found.add(seconds, is_busy=True)
     for _ in range(20):
         found.add(0.010, is_busy=False)
-    assert found.seconds == pytest.approx(0.040)
+    assert found.seconds == pytest.approx(0.004)
 
 
 def test_a_writer_that_costs_nothing_costs_no_less() -> None:

@@ -695,7 +695,8 @@ def test_the_cost_includes_how_much_longer_steps_take_beside_a_writer_with_a_cor
     assert counts
     assert all(count % 2 for count in counts)
     assert session.recorder.n_writes % 2 == 0
-    assert session.slowdown.n_quiet + session.slowdown.n_busy == NEW - N_IMMEDIATE_STEPS
+    # A step that takes four times as long as the others is no measure.
+    assert 0 < session.slowdown.n_quiet + session.slowdown.n_busy <= NEW - N_IMMEDIATE_STEPS
     session.slowdown = WriterSlowdown(n_quiet=10, quiet_s=0.1, n_busy=2, busy_s=0.024)
     session.total_s, session.recorder.writer_s = 2 + session.capture_s, 0.1
     ratio = (session.capture_s + slowed_s) / (2 - slowed_s)
