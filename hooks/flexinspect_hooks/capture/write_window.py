@@ -26,11 +26,11 @@ costs (`WriterSlowdown`)."""
 class WriteWindow:
     """Wakes the writer thread at the beginning of a model's longest operation.
 
-    That is the product with the output embeddings, on a CPU: two fifths of a decode step of the
-    Llama of the benchmarks, a fifth of one of Llama 3.2 1B. It does not hold the GIL, which each
-    smaller operation takes again; so a thread that works meanwhile, on a core of its own, hardly
-    slows the model down. Each step is written during the next one then, and mostly not with others,
-    which takes more CPU (see `recorder.LINGER_S`).
+    That is the product with the output embeddings, on a CPU: two fifths of the weights that a
+    decode step of the benchmarks' Llama reads are theirs, and a fifth for Llama 3.2 1B. It does not
+    hold the GIL, which each smaller operation takes again; so a thread that works meanwhile, on a
+    core of its own, hardly slows the model down. Each step is written during the next one then, and
+    mostly not with others, which takes more CPU (see `recorder.LINGER_S`).
 
     Where writing takes longer than the operation, that is a loss: the window stays closed for
     `_CLOSED_FOR` forwards, and steps are written several at once.
