@@ -19,8 +19,8 @@ _CLOSED_FOR = 256
 """Forwards after which a window that stayed closed is tried again."""
 
 QUIET_EVERY = 16
-"""At every sixteenth forward the window stays closed: against these it is measured what the writer
-costs (`WriterSlowdown`)."""
+"""At every sixteenth forward the window stays closed: `WriterSlowdown` compares the others with
+these."""
 
 
 class WriteWindow:
