@@ -104,6 +104,8 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "batch_padding": "flexinspect.rules.masks.heads_and_batches:BatchPaddingRule",
         "cut_rows": "flexinspect.rules.prompt.cut_rows:CutRowRule",
         "decode_window": "flexinspect.rules.masks.decode_window:DecodeWindowRule",
+        "mask_values": "flexinspect.rules.masks.mask_values:MaskValuesRule",
+        "packed_documents": "flexinspect.rules.masks.packed_documents:PackedDocumentsRule",
         "unused_window": "flexinspect.rules.masks.unused_window:UnusedWindowRule",
         "windows": "flexinspect.rules.masks.declared_vs_executed:SlidingWindowRule",
         "audit": "flexinspect.rules.numerics.audit_findings:AuditRule",

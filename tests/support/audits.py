@@ -53,7 +53,7 @@ def make_audit(folder: Path) -> Audit:
             program()
             session.close("finished", None)
             after()
-            budget = AuditBudget(AuditOptions())
+            budget = AuditBudget(AuditOptions(seconds=600.0))
             verdicts = audit_session(store, session.recorder, session.rule_runner, budget)
         writer.close("finished")
         with open_trace(path) as reader:

@@ -133,6 +133,7 @@ _NEW_RULES = (
     "sampled_otherwise",
     "assembled_cache",
     "repeated_kv_heads",
+    *("mask_values", "packed_documents"),
 )
 """Rules that did not exist when the traces were recorded."""
 

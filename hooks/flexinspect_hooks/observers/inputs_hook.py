@@ -83,7 +83,8 @@ class InputsHook(Hook):
         if pending.batch > 1 and (seen := _seen_keys(mask, pending.batch, step)) is not None:
             pending.tables["inputs.seen"] = seen
         if not step.kv_before and isinstance(mask, Tensor) and mask.dim() == 2:
-            pending.tables["inputs.mask"] = mask != 0
+            dtype = torch.float32 if mask.is_floating_point() else mask.dtype
+            pending.tables["inputs.mask"] = mask.to(dtype, copy=True)
             if self._position_embedding and step.step == 0:
                 text = f"Position ids are looked up in {self._position_embedding}."
                 step.events.append((LEARNED_POSITIONS, text))

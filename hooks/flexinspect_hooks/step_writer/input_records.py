@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flexinspect.records.step import Array, ArrayRecord, InputsRecord
+from flexinspect.rules.masks.mask_values import MASK_VALUES_EVENT
 from flexinspect_hooks.step_writer.step_draft import StepDraft, StepFacts
 from flexinspect_hooks.step_writer.values import Values
 
@@ -32,6 +33,10 @@ class InputRecords:
     def record(self, step: StepFacts, kept: KeptInputs, values: Values, draft: StepDraft) -> None:
         """Write the step's `InputsRecord`, and the tables of a batch as arrays."""
         tables = {name: values.get(f"inputs.{name}") for name in _TABLES}
+        if tables["mask"] is not None:
+            if step.step == 0:  # once, where a loop without a cache passes one in each step
+                _record_mask_values(tables["mask"], draft)
+            tables["mask"] = tables["mask"] != 0
         if kept.positions is not None:
             tables["positions"] = np.asarray(kept.positions, np.int32)
         positions = tables["positions"]
@@ -45,6 +50,20 @@ class InputRecords:
         for name, table in tables.items():
             if table is not None and (name != "positions" or len(table) > 1):
                 draft.arrays.append(ArrayRecord(f"inputs.{name}", table))
+
+
+def _record_mask_values(mask: Array, draft: StepDraft) -> None:
+    """Record an event if an attention mask (sequences, keys) has other values than 0 and 1."""
+    if not mask.size or ((mask == 0) | (mask == 1)).all():
+        return
+    data = {
+        "smallest": float(mask.min()),
+        "largest": float(mask.max()),
+        "distinct": len(np.unique(mask)),
+        "counts": bool((mask == np.arange(mask.shape[1])).all()),
+    }
+    text = f"The attention mask has values from {data['smallest']:g} to {data['largest']:g}."
+    draft.add_event(MASK_VALUES_EVENT, text, data)
 
 
 def _merge_lengths(lengths: Sequence[int | None], tensors: Array | None) -> tuple[int, ...]:

@@ -61,7 +61,7 @@ def audit(tmp_path: Path) -> Audit:
         with session, torch.no_grad():
             program()
             session.close("finished", None)
-            budget = AuditBudget(AuditOptions())
+            budget = AuditBudget(AuditOptions(seconds=600.0))
             verdicts = audit_session(store, session.recorder, session.rule_runner, budget)
         writer.close("finished")
         with open_trace(path) as reader:
