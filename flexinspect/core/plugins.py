@@ -118,6 +118,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "same_prompt": "flexinspect.rules.text.same_prompt:SamePromptRule",
         "generated_length": "flexinspect.rules.text.generated_length:GeneratedLengthRule",
         "kept_state": "flexinspect.rules.text.kept_state:KeptStateRule",
+        "stops_at_prompt": "flexinspect.rules.text.stops_at_prompt:StopsAtPromptRule",
         "stopping_rows": "flexinspect.rules.text.stopping_rows:StoppingRowsRule",
         "penalty_sign": "flexinspect.rules.text.penalty_sign:PenaltySignRule",
         "assembled_cache": "flexinspect.rules.cache.assembled_cache:AssembledCacheRule",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import (
     CallRecord,
     Candidate,
+    EventRecord,
     GenerationRecord,
     LogitsRecord,
     StepRecord,
@@ -344,6 +346,25 @@ def test_a_token_that_the_user_chose_for_a_branch_is_no_choice_of_the_decoding(
         runner.on_step(replace(step(n, rank=2 if n == 20 else 0), branch=1))
     found = [one.id for one in runner.on_generation_end().findings]
     assert found == ([] if is_known else ["text.not-the-best"])
+
+
+@pytest.mark.parametrize("asked", [{}, {"bad_words_ids": [[10]]}])
+def test_a_call_that_asks_for_other_logits_has_no_note_on_a_token_that_is_not_the_best(
+    asked: dict[str, Any],
+) -> None:
+    data = {"options": {}, "passed": [], "has_mask": False, "asked": asked}
+    event = EventRecord("generate", "", 0.0, 0, 0, data)
+    steps = [without_scores(step(n, rank=2 if n == 20 else 0)) for n in range(40)]
+    steps[0] = replace(steps[0], events=(event,))
+    found = [one.id for one in look(TokenChoiceRule(), steps)]
+    assert found == ([] if asked else ["text.not-the-best"])
+
+
+def without_scores(record: StepRecord) -> StepRecord:
+    assert record.logits is not None
+    nan = math.nan
+    ranked = tuple(replace(c, score=nan, score_logprob=nan) for c in record.logits.candidates)
+    return replace(record, logits=replace(record.logits, candidates=ranked))
 
 
 def test_several_tokens_of_a_fork_and_no_other_changes_are_the_users() -> None:

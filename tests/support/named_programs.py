@@ -339,6 +339,52 @@ model.generate(batch, attention_mask=mask, max_new_tokens=3, do_sample=False)
         "mask.text-as-padding",
         ("hides 1 token (id 2) in the middle of batch row 0 of 2, at column 5: it is 0 exactly",),
     ),
+    "banned words are encoded with the BOS": Program(
+        """
+words = [[1, 17], [1, 18, 19]] if BROKEN else [[17], [18, 19]]
+model = make_model("llama")
+model.generate(prompt(), bad_words_ids=words, max_new_tokens=3, do_sample=False)
+""",
+        "generate.bad-words-bos",
+        ("2 of 2 sequences of bad_words_ids begin with the BOS (id 1), such as [1, 17]",),
+    ),
+    "a criterion finds its word in the prompt": Program(
+        """
+from transformers import StoppingCriteria
+
+class Stop(StoppingCriteria):
+    def __init__(self, start):
+        self.start = start
+
+    def __call__(self, ids, scores, **kwargs):
+        return (ids[:, self.start:] == 7).any(1)
+
+ids = prompt()
+ids[0, 4] = 7
+stop = Stop(0 if BROKEN else ids.shape[1])
+make_model("llama").generate(ids, stopping_criteria=[stop], max_new_tokens=4, do_sample=False)
+""",
+        "generate.stops-at-prompt",
+        (
+            "The stopping criterion Stop (",
+            "ended batch row 0 after the first generated token, and it holds for the prompt alone",
+            "it looks at the whole text, and the prompt has what it looks for",
+        ),
+    ),
+    "a criterion counts the prompt": Program(
+        """
+from transformers import StoppingCriteria
+
+class Limit(StoppingCriteria):
+    def __call__(self, ids, scores, **kwargs):
+        return torch.full((len(ids),), ids.shape[1] >= (10 if BROKEN else 15))
+
+model = make_model("llama")
+model.generate(prompt(), stopping_criteria=[Limit()], max_new_tokens=4, do_sample=False)
+""",
+        "generate.stops-at-prompt",
+        ("The stopping criterion Limit (", "it counts the 12 tokens of the prompt as well"),
+    ),
     "a token of the text is the padding of generate": Program(
         """
 model = make_model("llama")
@@ -381,6 +427,16 @@ model(inputs_embeds=rows)
 """By name; each has one finding that is no note."""
 
 CLEAN = {
+    "a criterion ends every answer after one token": """
+from transformers import StoppingCriteria
+
+class Stop(StoppingCriteria):
+    def __call__(self, ids, scores, **kwargs):
+        return torch.ones(len(ids), dtype=torch.bool)
+
+model = make_model("llama")
+model.generate(prompt(), stopping_criteria=[Stop()], max_new_tokens=4, do_sample=False)
+""",
     "one mask serves two prompts of the same form": _TWO_PROMPTS.replace("SECOND", "5, 5"),
     "the generation config samples, as those of instruct models do": """
 model = make_model("llama")

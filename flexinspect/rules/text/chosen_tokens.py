@@ -23,6 +23,7 @@ from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import SegmentKind
 from flexinspect.records.step import UNKNOWN, LogitsRecord, StepRecord, TokenRecord
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
+from flexinspect.rules.text.generate_options import GENERATE_EVENT
 
 MAX_PERIOD = 8  # tokens of the longest detected period
 MIN_LOOP_TOKENS = 12
@@ -233,9 +234,13 @@ class TokenChoiceRule(Rule):
 
     def reset(self) -> None:
         self._counts = defaultdict[int, _ChoiceCounts](_ChoiceCounts)
+        self._are_changed = False  # the call of `generate` asks for it, as with bad_words_ids
 
     def on_step(self, step: StepRecord) -> Findings:
         """Count the choice of a step, and report a tie."""
+        for event in step.events:
+            if event.kind == GENERATE_EVENT:
+                self._are_changed = bool(event.data.get("asked"))
         logits = step.logits
         if logits is None or not logits.candidates or logits.n_nan:
             return
@@ -282,7 +287,8 @@ class TokenChoiceRule(Rule):
             n_off = run.n_chosen - run.n_best
             is_unlikely = run.n_chosen >= MIN_GREEDY_STEPS and run.logprob_sum < UNLIKELY_LOGPROB
             is_greedy = is_unlikely and n_off <= max(1, MAX_NOT_BEST_SHARE * run.n_chosen)
-            if run.first_not_best is not None and is_greedy:
+            is_asked = self._are_changed and not run.has_scores
+            if run.first_not_best is not None and is_greedy and not is_asked:
                 yield self._not_best_finding(*run.first_not_best, run)
 
     def _not_best_finding(

@@ -17,11 +17,12 @@ GENERATE_EVENT = "generate"
 INITIALISED_EVENT = "weights-initialised"
 """The event of a first step: parameters that no checkpoint had, by the report of their loader."""
 
-SAMPLED, EOS_PASSED, NEW_WEIGHTS = (
+SAMPLED, EOS_PASSED, NEW_WEIGHTS, BOS_BANNED = (
     *("generate.sampling-by-config", "generate.eos-passed-over"),
-    "weights.newly-initialised",
+    *("weights.newly-initialised", "generate.bad-words-bos"),
 )
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
+_MAX_SEQUENCES = 8  # of evidence
 _MAX_KEPT = 32  # prompts that were continued greedily on request
 _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
 
@@ -31,7 +32,7 @@ class GenerateOptionsRule(Rule):
 
     name = "generate_options"
     needs = (imported.CHOSEN, imported.EVENTS)
-    findings = finding_kinds(SAMPLED, EOS_PASSED, NEW_WEIGHTS)
+    findings = finding_kinds(SAMPLED, EOS_PASSED, NEW_WEIGHTS, BOS_BANNED)
 
     def __init__(self) -> None:
         self._greedy: list[tuple[tuple[int, ...], int]] = []  # prompts, with their generations
@@ -47,6 +48,7 @@ class GenerateOptionsRule(Rule):
         for event in step.events:
             if event.kind == GENERATE_EVENT:
                 self._told = event.data
+                yield from self._check_bad_words(step, event.data)
             elif event.kind == INITIALISED_EVENT:
                 yield self.finding(step, NEW_WEIGHTS, _new_weights(event.data), (), event.data)
         logits = step.logits
@@ -90,6 +92,23 @@ class GenerateOptionsRule(Rule):
             evidence["greedy"], severity = greedy, Severity.WARNING
         yield self.finding(None, SAMPLED, sentence, evidence=evidence, severity=severity)
 
+    def _check_bad_words(self, step: StepRecord, told: Mapping[str, Any]) -> Findings:
+        """Find banned sequences that begin with the BOS, which no answer contains."""
+        bos = declared_tokenizer(self.context.generation.declared).bos
+        banned = as_sequences(told.get("asked", {}).get("bad_words_ids"))
+        never = [one for one in banned if len(one) > 1 and one[0] == bos]
+        if bos is None or not never:
+            return
+        n = len(never)
+        sentence = (
+            f"{n} of {len(banned)} sequences of bad_words_ids "
+            f"{'begins' if n == 1 else 'begin'} with the BOS (id {bos}), such as "
+            f"{list(never[0])}: a sequence is banned only as a whole, and no answer has a BOS, so "
+            f"{'its words are' if n == 1 else 'their words are'} not banned."
+        )
+        evidence = {"bos": bos, "sequences": [list(one) for one in never[:_MAX_SEQUENCES]]}
+        yield self.finding(step, BOS_BANNED, sentence, evidence=evidence)
+
     def _follow_eos(self, step: StepRecord, token: TokenRecord) -> Findings:
         before = self._eos.pop(step.branch, None)
         known = declared_tokenizer(self.context.generation.declared)
@@ -127,6 +146,12 @@ class GenerateOptionsRule(Rule):
 def as_ids(value: Any) -> tuple[int, ...]:
     """Return the token ids of an option: one id, several, or None."""
     return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+
+
+def as_sequences(value: Any) -> list[tuple[int, ...]]:
+    """Return the sequences of ids of an option; [] for None and for other forms."""
+    rows = value if isinstance(value, list | tuple) else ()
+    return [tuple(one) for one in rows if isinstance(one, list | tuple)]
 
 
 def _format_ids(ids: Sequence[int]) -> str:

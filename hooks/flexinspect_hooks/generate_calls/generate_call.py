@@ -28,7 +28,7 @@ def generate_facts(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any
     `options` are values of the arguments, else of the generation config. `passed` names the options
     that the call itself decides, all of them with a `generation_config`. `has_mask` is whether it
     passed an attention mask. `changing` are options of the model's generation config alone that
-    change logits, in greedy decoding as well.
+    change logits, in greedy decoding as well; `asked` are those that the call passed.
     """
     own = kwargs.get("generation_config")
     configs = [one for one in (own, getattr(model, "generation_config", None)) if one is not None]
@@ -42,12 +42,17 @@ def generate_facts(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any
     has_mask = kwargs.get("attention_mask") is not None
     facts = {"options": options, "passed": passed, "has_mask": has_mask}
     changing = {} if own is not None else _changing_options(model, kwargs)
-    return facts | {"changing": changing} if changing else facts
+    asked = _effective({n: kwargs.get(n, getattr(own, n, None)) for n in _CHANGING})
+    more = {"changing": changing, "asked": asked}
+    return facts | {name: values for name, values in more.items() if values}
 
 
 def _changing_options(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     config = getattr(model, "generation_config", None)
-    values = {n: getattr(config, n, None) for n in _CHANGING if n not in kwargs}
+    return _effective({n: getattr(config, n, None) for n in _CHANGING if n not in kwargs})
+
+
+def _effective(values: Mapping[str, Any]) -> dict[str, Any]:
     # A penalty of 1.0 changes nothing, nor do lengths of 0 and empty lists.
     return {
         name: _lists(value) for name, value in values.items() if value and value not in (1.0, [[]])

@@ -12,6 +12,7 @@ from flexinspect.rules.text.kept_state import KEPT_EVENT
 from flexinspect.rules.text.penalty_sign import SIGN_EVENT
 from flexinspect.rules.text.processor_rows import PROCESSOR_EVENT
 from flexinspect.rules.text.stopping_rows import STOPPING_EVENT
+from flexinspect.rules.text.stops_at_prompt import PROMPT_STOP_EVENT
 from flexinspect_hooks.generate_calls.processor_trials import (
     ProcessorRows,
     name_and_place,
@@ -84,6 +85,9 @@ class GenerateChecks:
             for facts in trials.find():
                 text = "A stopping criterion judges rows of a batch by another row."
                 yield GenerateEvent(STOPPING_EVENT, text, facts)
+            if (stop := trials.find_prompt_stop()) is not None:
+                text = "A stopping criterion holds for the prompt alone."
+                yield GenerateEvent(PROMPT_STOP_EVENT, text, stop)
             if (found := trials.find_kept()) is not None:
                 yield self._kept_event(trials.start, "stopping criterion", found, prompt)
         self._end(prompt, result)

@@ -3,7 +3,8 @@
 During a call of `generate` only what each criterion gave is kept. After it, copies of a criterion
 run on the same ids, and on a batch in which other rows have the ids of the row in question: a row
 was ended for another one if the criterion is not done with it then, is done with the other one, and
-is done with the row as soon as that other one has its own ids.
+is done with the row as soon as that other one has its own ids. A criterion that ended a row after
+its first token runs on the prompt alone as well.
 """
 
 from __future__ import annotations
@@ -159,6 +160,41 @@ class _Trials:
         except Exception:  # a criterion may need the batch as it is
             return []
         return [facts | one for one in found] if is_sure else []
+
+    def find_prompt_stop(self) -> dict[str, Any] | None:
+        """Return the rows that ended after their first token for what their prompts have.
+
+        None if there are none, or if the criterion ends any text: then that is meant.
+        """
+        ended = (self._done[0] & ~self._others[0]).nonzero().flatten().tolist()
+        n_prompt = self._first_length - 1
+        if not ended or n_prompt < 2:
+            return None
+        newest = self._ids[:, n_prompt : n_prompt + 1]
+        try:
+            with kept_state(), torch.no_grad():
+                holds = self._holds(self._ids[:, :n_prompt])
+                rows = [row for row in ended if holds[row]]
+                if not rows or not self._is_repeatable(0):
+                    return None
+                by_length = bool(self._holds(newest.repeat(1, n_prompt))[rows].all())
+                if by_length and bool(self._holds(newest)[rows].any()):
+                    return None
+        except Exception:  # a criterion may need scores, or the batch as it is
+            return None
+        if not self.start.is_code_unchanged():
+            return None
+        name, place = name_and_place(self.start.called)
+        facts = {"criterion": name, "place": place, "rows": rows, "n_prompt": n_prompt}
+        return facts | {"n_rows": len(self._ids), "counts_length": by_length}
+
+    def _holds(self, ids: Tensor) -> Tensor:
+        """Return what a copy of the criterion gives for other ids (rows, n)."""
+        scores = self._scores[:1] if isinstance(self._scores, tuple) else self._scores
+        rows = _as_rows([copy_of(self.start.now)(ids.clone(), scores)], len(ids))
+        if rows is None:
+            raise _TooSlowError
+        return rows[0]
 
     def _find(self, *, is_end: bool) -> dict[str, Any] | None:
         """Return what a row's end (or its missing end) owes to another row."""
