@@ -89,6 +89,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "positions": "flexinspect.rules.prompt.position_ids:PositionsRule",
         "tree_positions": "flexinspect.rules.prompt.tree_positions:TreePositionsRule",
         "shrinking_prefix": "flexinspect.rules.cache.shrinking_prefix:ShrinkingPrefixRule",
+        "open_turn": "flexinspect.rules.prompt.open_turn:OpenTurnRule",
         "raw_embeddings": "flexinspect.rules.prompt.raw_embeddings:RawEmbeddingsRule",
         "unread_keys": "flexinspect.rules.masks.unread_keys:UnreadKeysRule",
         "decoding": "flexinspect.rules.masks.decode_rows:DecodingRule",

@@ -171,7 +171,9 @@ class TokenizerFacts(Struct, frozen=True, omit_defaults=True):
     `adds_bos` is whether the tokenizer prepends a BOS by default (None without a tokenizer),
     `adds_eos` whether it appends an EOS and no chat template of its own ends turns with one.
     `special` maps the characters of special tokens to ids: only of those whose characters occur in
-    the text of the prompt, because a vocabulary may have hundreds.
+    the text of the prompt, because a vocabulary may have hundreds. `turn_end` is what its chat
+    template writes after the text of a turn, and `answer_start` what it adds with
+    `add_generation_prompt`; both are empty until the program has rendered a template.
     """
 
     bos: int | None = None
@@ -180,6 +182,8 @@ class TokenizerFacts(Struct, frozen=True, omit_defaults=True):
     adds_bos: bool | None = None
     adds_eos: bool = False
     special: Mapping[str, int] = field(default_factory=dict)
+    turn_end: tuple[int, ...] = ()
+    answer_start: tuple[int, ...] = ()
 
 
 DECLARED_SEGMENT_KEYS = ("segments", "tokenizer", "parts")

@@ -348,6 +348,33 @@ model.generate(prompt(), bad_words_ids=words, max_new_tokens=3, do_sample=False)
         "generate.bad-words-bos",
         ("2 of 2 sequences of bad_words_ids begin with the BOS (id 1), such as [1, 17]",),
     ),
+    "a chat ends without the header of the answer": Program(
+        """
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+names = ["<pad>", "<s>", "</s>", "<unk>", "<|user|>", "<|assistant|>", "<|end|>", "what", "else"]
+words = Tokenizer(models.WordLevel({name: n for n, name in enumerate(names)}, unk_token="<unk>"))
+words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+chat = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", unk_token="<unk>")
+chat.chat_template = (
+    "{{ bos_token }}{% for one in messages %} <|{{ one.role }}|> {{ one.content }} "
+    "<|end|>{% endfor %}{% if add_generation_prompt %} <|assistant|>{% endif %}"
+)
+turns = [{"role": "user", "content": "what else"}]
+ids = chat.apply_chat_template(
+    turns, add_generation_prompt=not BROKEN, return_tensors="pt", return_dict=True
+)["input_ids"]
+model = make_model("llama")
+model.generate(ids, max_new_tokens=3, do_sample=False)
+model(ids)  # a forward without an answer
+""",
+        "inputs.no-answer-header",
+        (
+            'The prompt ends with "<|end|>", which ends a turn of the chat, and the answer follows',
+            "the chat template begins an answer with id 5, which it adds with add_gen",
+        ),
+    ),
     "a criterion finds its word in the prompt": Program(
         """
 from transformers import StoppingCriteria

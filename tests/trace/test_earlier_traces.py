@@ -133,7 +133,7 @@ _NEW_RULES = (
     "sampled_otherwise",
     "assembled_cache",
     "repeated_kv_heads",
-    *("mask_values", "packed_documents", "stops_at_prompt"),
+    *("mask_values", "open_turn", "packed_documents", "stops_at_prompt"),
 )
 """Rules that did not exist when the traces were recorded."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from flexinspect.core.errors import UsageError
 from flexinspect.records.prompt import TokenizerFacts
@@ -98,6 +100,8 @@ def id_tuple(value: Any) -> tuple[int, ...]:
     return tuple(id_ for id_ in values if type(id_) is int and id_ >= 0)
 
 
+_CONTENT = "zqx"
+"""The text of a turn that no template contains."""
 _PART = "\ufffd"
 """The character that decoding returns for a part of a character."""
 
@@ -105,8 +109,7 @@ _PART = "\ufffd"
 class Vocabulary:
     """A tokenizer with the methods that recording needs; each id is decoded once.
 
-    `joins` is whether the texts of single ids, joined, are the text of the ids together; `facts`
-    are all its special tokens.
+    `joins` is whether the texts of single ids, joined, are the text of the ids together.
     """
 
     has_text = True
@@ -119,9 +122,40 @@ class Vocabulary:
         self.joins = "".join(map(self.text_of, sample)) == self.decode(sample)
         names = map(str, getattr(tokenizer, "all_special_tokens", ()))
         special = dict(zip(names, map(int, tokenizer.all_special_ids), strict=False))
-        self.facts = TokenizerFacts(
+        self._facts = TokenizerFacts(
             *special_ids(tokenizer), self._adds_bos(), self._adds_eos(), special
         )
+        self._has_looked_at_template = False
+
+    @property
+    def facts(self) -> TokenizerFacts:
+        """All its special tokens, and its chat template once the program has rendered one.
+
+        A program that renders none does not import jinja2, which takes longer than opening a trace.
+        """
+        if not self._has_looked_at_template and "jinja2" in sys.modules:
+            self._has_looked_at_template = True
+            turn_end, answer_start = self._turn_marks()
+            self._facts = replace(self._facts, turn_end=turn_end, answer_start=answer_start)
+        return self._facts
+
+    def _turn_marks(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the ids behind the text of a turn, and those that begin an answer after it."""
+        turn = [{"role": "user", "content": _CONTENT}]
+        try:
+            closed, opened = (
+                str(
+                    self.tokenizer.apply_chat_template(
+                        turn, tokenize=False, add_generation_prompt=with_answer
+                    )
+                )
+                for with_answer in (False, True)
+            )
+            end = closed.rpartition(_CONTENT)[2]
+            start = opened.removeprefix(closed) if opened.startswith(closed) else ""
+            return self.encode(end), self.encode(start)
+        except Exception:  # no template, or one that takes other turns
+            return (), ()
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the ids of a text, without special tokens."""
@@ -219,7 +253,11 @@ class IdAdapter:
 
     has_text = False
     special: frozenset[int] = frozenset()
-    facts = TokenizerFacts()
+
+    @property
+    def facts(self) -> TokenizerFacts:
+        """No special tokens."""
+        return TokenizerFacts()
 
     def encode(self, text: str) -> Sequence[int]:
         """Return the ids that a text lists as numbers, none for any other text."""
@@ -272,7 +310,12 @@ class SafeAdapter(IdAdapter):
 
     def __init__(self, adapter: TokenizerAdapter) -> None:
         self._adapter = adapter
-        self.has_text, self.special, self.facts = adapter.has_text, adapter.special, adapter.facts
+        self.has_text, self.special = adapter.has_text, adapter.special
+
+    @property
+    def facts(self) -> TokenizerFacts:
+        """Those of the adapter."""
+        return self._adapter.facts
 
     def encode(self, text: str) -> Sequence[int]:
         """Return the ids of a text, none if it cannot be encoded."""
