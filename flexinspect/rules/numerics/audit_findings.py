@@ -26,6 +26,7 @@ SCORE_MOD_EVENT, TRAINING_EVENT = "score-mod", "training-mode"
 REPRODUCED, UNEXPLAINED, TRAINING = "audit.reproduced", "audit.unexplained", "audit.training-mode"
 SCORE_MOD_HEADS = "audit.score-mod-heads"
 HOOK, HOOK_ROWS = "audit.hook", "audit.hook-rows"
+SWITCHED = "audit.switched-module"
 _MAX_NAMES = 12
 _MAX_TIES = 3
 
@@ -43,7 +44,9 @@ class AuditRule(Rule):
 
     name = "audit"
     needs = (imported.EVENTS,)
-    findings = finding_kinds(REPRODUCED, UNEXPLAINED, TRAINING, SCORE_MOD_HEADS, HOOK, HOOK_ROWS)
+    findings = finding_kinds(
+        REPRODUCED, UNEXPLAINED, TRAINING, SCORE_MOD_HEADS, HOOK, HOOK_ROWS, SWITCHED
+    )
 
     def on_event(self, event: EventRecord) -> Findings:
         """Judge an audited generation."""
@@ -51,6 +54,8 @@ class AuditRule(Rule):
             yield self._by_kv_head(event, event.data["by_kv_head"])
         for hook in event.data.get("hooks", ()) if event.kind == AUDIT_EVENT else ():
             yield self._hook(event, hook)
+        if event.kind == AUDIT_EVENT and "switched" in event.data:
+            yield self._switched(event, event.data["switched"])
         if event.kind == AUDIT_EVENT and "quantity" in event.data:
             yield self._linked(self._finding(event), event.data)
 
@@ -128,6 +133,32 @@ class AuditRule(Rule):
         id_ = HOOK_ROWS if is_partial else HOOK
         positions, series = tuple(hook["positions"]), f"{hook['module']} {hook['where']}"
         return self.finding(event, id_, sentence, (), evidence, positions=positions, series=series)
+
+    def _switched(self, event: EventRecord, facts: Mapping[str, Any]) -> Finding:
+        names, (first, last) = facts["modules"], facts["before"]
+        more = f" and {len(names) - _MAX_TIES} more" if len(names) > _MAX_TIES else ""
+        which = f"{' and '.join(facts['classes'])} ({', '.join(names[:_MAX_TIES])}{more})"
+        before = f"the positions {first} to {last}" if first < last else f"position {first}"
+        sentence = {
+            "off": f"The adapter {which} is used at {before} and not after.",
+            "on": f"The adapter {which} is not used at {before}, but after.",
+        }.get(
+            facts["use"],
+            f"The program's {which} computes something else from position {facts['pos']} on than "
+            f"at {before}.",
+        )
+        values = [f"`{name}` was {old} and is {new}" for name, old, new in facts["values"]]
+        if values:
+            sentence += f" {', '.join(values[:_MAX_TIES])} from step {facts['step']} on."
+        sentence += (
+            " So the later rows read keys and values that another state of the module gave. The "
+            "audit judges each step with the state that it had."
+        )
+        if n := facts["n_later"]:
+            sentence += f" Its state changes {plural(n, 'more time')} later."
+        return self.finding(
+            event, SWITCHED, sentence, (), dict(facts), positions=(int(facts["pos"]),)
+        )
 
     def _report(self, event: EventRecord, id_: str, sentence: str) -> Finding:
         data = event.data

@@ -39,6 +39,12 @@ from flexinspect_hooks.audit.evidence.row_comparison import (
 )
 from flexinspect_hooks.audit.evidence.step_evidence import MAX_BATCH, EvidenceStore, StepEvidence
 from flexinspect_hooks.audit.evidence.trace_evidence import fill_from_trace
+from flexinspect_hooks.audit.explanations.switched_modules import (
+    AGAIN,
+    describe_switch,
+    find_switch,
+    first_step_computed_again,
+)
 from flexinspect_hooks.audit.explanations.token_choice import (
     ChoiceReader,
     ChosenToken,
@@ -47,6 +53,7 @@ from flexinspect_hooks.audit.explanations.token_choice import (
 from flexinspect_hooks.audit.explanations.unexplained import Unexplained
 from flexinspect_hooks.audit.forward.forward_run import KEY, QUERY, VALUE, Point, Run
 from flexinspect_hooks.audit.forward.held_weights import MAX_HELD_SHARE, free_bytes
+from flexinspect_hooks.audit.forward.module_state import RowStates, row_states
 from flexinspect_hooks.audit.forward.program_hooks import (
     HookInReference,
     describe_hook,
@@ -121,6 +128,8 @@ class Verdict(Struct):
     """Whether the divergence is a cache row of another beam."""
     hooks: list[dict[str, Any]] = field(default_factory=list)
     """What hooks of the program changed, see `describe_hook`."""
+    switched: dict[str, Any] | None = None
+    """What was switched within the text, see `describe_switch`."""
     by_kv_head: dict[str, Any] | None = None
     """Query heads whose score_mod is that of another group of heads, and the layers."""
 
@@ -164,6 +173,7 @@ class ProgramAudit:
         self._noise = torch.Generator().manual_seed(0)
         self._dtype_note = ""
         self._now = -1  # the generation that is judged
+        self._row_states: RowStates | None = None
         self._own_masks: set[int] = set()
         """Generations whose batch row 0 agrees under the mask that ran, which nobody declared."""
         self._agreeing: list[BeamRow] = []
@@ -285,6 +295,7 @@ class ProgramAudit:
     def _reference(self, dtype: torch.dtype) -> ReferenceModel:
         if dtype not in self._references:
             self._references[dtype] = ReferenceModel(self._source, dtype)
+        self._references[dtype].row_states = self._row_states
         return self._references[dtype]
 
     # -- one sequence ----------------------------------------------------------------------------
@@ -312,6 +323,7 @@ class ProgramAudit:
             return verdict
         if reference.encoder_runner is not None and not self._read_encoder(sequence, verdict):
             return verdict
+        self._use_states(reference, sequence, verdict)
         slot_of = find_slots(reference, sequence, self._store.pools.get(generation))
         masks = read_masks(self._reader, generation, sequence, reference, slot_of)
         if masks.executed and masks.kind == "own" and steps[0].has_unknown_positions:
@@ -334,6 +346,27 @@ class ProgramAudit:
         biases = self._biases(reference, sequence, verdict)
         self._compare(reference, sequence, masks, biases, verdict)
         return verdict
+
+    def _use_states(
+        self, reference: ReferenceModel, sequence: AuditedSequence, verdict: Verdict
+    ) -> None:
+        """Let the program's modules compute each row in the state that they had in its step."""
+        states = row_states(sequence.steps) if reference.taken else None
+        self._row_states = reference.row_states = states
+        if states is None:
+            return
+        switch = find_switch(reference, states)
+        if switch is None:
+            self._row_states = reference.row_states = states.only_first
+            return
+        verdict.notes.append("each step is judged with the flags and numbers that they had in it")
+        if not verdict.batch:
+            facts = describe_switch(reference, sequence, switch, verdict.generation)
+            verdict.switched = facts
+        again = first_step_computed_again(sequence, switch)
+        if again is not None:
+            verdict.not_judged.append(AGAIN.format(step=again.evidence.step))
+            sequence.steps = sequence.steps[: sequence.steps.index(again)]
 
     def _read_encoder(self, sequence: AuditedSequence, verdict: Verdict) -> bool:
         """Set what the encoder of a sequence reads; return whether it is known."""
@@ -980,6 +1013,8 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
         data["by_kv_head"] = verdict.by_kv_head
     if verdict.hooks:
         data["hooks"] = verdict.hooks
+    if verdict.switched is not None:
+        data["switched"] = verdict.switched
     if verdict.divergence is not None:
         data |= describe(verdict.divergence) | {"facts": verdict.facts, "pos": verdict.pos}
     if verdict.search is not None:

@@ -42,6 +42,7 @@ from flexinspect_hooks.audit.forward.forward_run import (
 )
 from flexinspect_hooks.audit.forward.frozen_mods import frozen
 from flexinspect_hooks.audit.forward.held_weights import HeldWeights
+from flexinspect_hooks.audit.forward.module_state import ModuleState, StateReader
 from flexinspect_hooks.audit.forward.program_hooks import ProgramHook, hooks_of
 from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove
@@ -115,6 +116,8 @@ class StepEvidence(Struct):
     newest_best: Tensor | None = None
     has_unknown_positions: bool = False
     """Whether the program calls the parts of the layers, and passes no position ids to any."""
+    state: ModuleState | None = None
+    """The flags and numbers of the program's own modules when the step began."""
 
 
 class EvidenceStore:
@@ -207,6 +210,7 @@ class EvidenceHook(Hook):
         self._encoder_arguments: dict[str, Any] = {}
         self._encoder: EncoderInput | None = None
         self._hooks: tuple[ProgramHook, ...] = ()
+        self._states = StateReader()
         if context.evidence is None:
             return
         encoder = watch_encoder(context.model)
@@ -275,7 +279,8 @@ class EvidenceHook(Hook):
         self._pending = None
         if self._context.evidence is None:
             return
-        if step.generation != self._generation:
+        is_new = step.generation != self._generation
+        if is_new:
             self._generation, self._n_full = step.generation, FULL_STEPS
         if self._context.is_in_parts and not self._watches_parts:
             self._watches_parts = True
@@ -314,6 +319,10 @@ class EvidenceHook(Hook):
         if step.step < DETAILED_STEPS:  # hooks that come later are not looked for
             self._hooks = hooks_of(self._context.model)
         self._pending.hooks = self._hooks
+        states, layer_of = self._states, self._context.layer_of
+        is_known = states.is_begun and not is_new
+        model = self._context.model
+        self._pending.state = states.read() if is_known else states.begin(model, layer_of)
         cache = arguments.get("past_key_values")
         self._cache, self._pending.cache = cache, _identity(cache)
         self._pending.is_quantised = _is_quantised(cache)

@@ -32,6 +32,11 @@ class ProgramModule(nn.Module):
         self._held, self._call = (module,), cast(Any, module.forward)
         self._dtype = own_dtype(module)
 
+    @property
+    def held(self) -> nn.Module:
+        """The module of the program."""
+        return self._held[0]
+
     def forward(self, rows: Tensor) -> Tensor:
         """Return the output for (..., inputs), in the dtype of the rows."""
         with quiet_module(self._held[0]):
@@ -80,12 +85,12 @@ def program_module(
             ):
                 return None
             given = ProgramModule(other)
-            return (name, given) if _is_of_rows(given, other, _width(own)) else None
+            return (name, given) if _is_of_rows(given, other, width_of(own)) else None
         name = name.rpartition(".")[0]
     return None
 
 
-def _width(own: nn.Module) -> int:
+def width_of(own: nn.Module) -> int:
     """Return how many inputs a module has: those of its first linear layer, 0 if unknown."""
     found = next((one for one in own.modules() if isinstance(one, nn.Linear)), None)
     if found is not None:

@@ -33,7 +33,8 @@ from flexinspect_hooks.audit.forward.forward_run import (
     set_active_run,
     window_mask,
 )
-from flexinspect_hooks.audit.forward.program_modules import own_tensors, program_module
+from flexinspect_hooks.audit.forward.module_state import RowStates
+from flexinspect_hooks.audit.forward.program_modules import own_tensors, program_module, width_of
 from flexinspect_hooks.audit.forward.weights import Snapshot, is_pure
 from flexinspect_hooks.audit.reference.clean_classes import clean_class
 from flexinspect_hooks.audit.reference.copied_functions import prepare
@@ -76,6 +77,12 @@ class ReferenceModel:
         self.model.eval()
         self.config = self.model.config
         self.notes: list[str] = []
+        self.taken: dict[str, nn.Module] = {}
+        """The modules of the program that are used as they are, by name."""
+        self.taken_widths: dict[str, int] = {}
+        """How many inputs each of these has."""
+        self.row_states: RowStates | None = None
+        """The states that these had in the steps that are judged, if they are others now."""
         self._assign(source)
         layer_of = attention_layers(self.model)
         self.blocks = decoder_blocks(self.model, layer_of)
@@ -100,6 +107,7 @@ class ReferenceModel:
         for name, module in source.grafts.items():
             parent, _, last = name.rpartition(".")
             if self._has_module(name):
+                self._take(name, module)
                 setattr(self.model.get_submodule(parent), last, module)
         if source.grafts:
             kinds = sorted({type(one).__name__ for one in source.grafts.values()})
@@ -123,8 +131,13 @@ class ReferenceModel:
         used = set[str]()
         for name, module in source.low_rank.items():
             own = self.model.get_submodule(name) if self._has_module(name) else None
+            if _has_other_weights(module, source):
+                raise FlexInspectError(
+                    f"The program replaced weights of {name} after the steps ran."
+                )
             if isinstance(own, nn.Linear) and is_pure(module, own.in_features, own.out_features):
                 parent, _, last = name.rpartition(".")
+                self._take(name, module)
                 setattr(self.model.get_submodule(parent), last, module)
                 used.add(type(module).__name__)
         if used:
@@ -149,6 +162,7 @@ class ReferenceModel:
             if (found := program_module(self.model, root, owner)) is not None:
                 place, module = found
                 parent, _, leaf = place.rpartition(".")
+                self._take(place, module)
                 setattr(self.model.get_submodule(parent), leaf, module)
                 used[f"{place}."] = f"{place} ({source.classes[place]})"
         if used:
@@ -156,6 +170,16 @@ class ReferenceModel:
             more = f" and {len(listed) - _MAX_NAMED} more" if len(listed) > _MAX_NAMED else ""
             those = f"{', '.join(listed[:_MAX_NAMED])}{more}"
             self.notes.append(f"modules of the program are used as they are: {those}")
+
+    def _take(self, name: str, module: nn.Module) -> None:
+        """Note a module of the program before it is put in the place of the reference's."""
+        if not self.is_taken(name):
+            self.taken[name] = module
+            self.taken_widths[name] = width_of(self.model.get_submodule(name))
+
+    def is_taken(self, name: str) -> bool:
+        """Whether a module is one of the program's that is used as it is, or in one."""
+        return any(f"{name}.".startswith(f"{one}.") for one in self.taken)
 
     def _is_norm(self, name: str) -> bool:
         return "norm" in type(self.model.get_submodule(name)).__name__.lower()
@@ -367,6 +391,9 @@ class ReferenceModel:
         before = active_run()
         set_active_run((self, run))
         with ExitStack() as stack:
+            if self.row_states is not None:
+                n, modules = run.positions.shape[1], self.taken.values()
+                stack.enter_context(self.row_states.set_by_rows(modules, n, logit_rows))
             for hooked in run.hooks:
                 module = self.model.get_submodule(hooked.hook.name)
                 stack.callback(hooked.install(module, run.positions.shape[1], logit_rows))
@@ -417,3 +444,9 @@ class ReferenceModel:
         if bool(is_empty.any()):
             output = output.masked_fill(is_empty.transpose(1, 2)[..., None], 0)
         return output
+
+
+def _has_other_weights(module: nn.Module, source: Snapshot) -> bool:
+    """Whether a module of the program has parameters that it did not have then."""
+    known = {id(one) for one in source.parameters}
+    return any(id(one) not in known for one in module.parameters())
