@@ -272,6 +272,12 @@ def _modules_text(data: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     if not differing and agreeing:
         between = _BETWEEN.get(data["quantity"], "the code between them")
         text = f" Each module of it alone is right, so the error is in {between}, or in a hook."
+        if untested := list(facts.get("untested") or ()):
+            listed = ", ".join(untested[:_MAX_TIES]) + (", …" if len(untested) > _MAX_TIES else "")
+            text = (
+                f" Its other modules are right alone. Not compared alone: {listed}. So the error "
+                f"is there, in {between}, or in a hook."
+            )
         if function := facts.get("function"):
             text += f" The attention function is {function}."
     return text

@@ -199,3 +199,16 @@ def test_weights_of_an_adapter_that_were_replaced_are_not_judged(audit: Audit) -
     _, findings, events = audit(model, lambda: decode(model), merge)
     assert findings == []
     assert "replaced weights of model.layers.0.self_attn.q_proj after the steps" in events[0]
+
+
+def test_modules_that_are_compared_with_themselves_are_not_called_right(audit: Audit) -> None:
+    model, _ = adapted()
+    token = HIDDEN_SWITCH.set(False)
+    try:
+        _, (finding,), _ = audit(model, lambda: decode(model), lambda: HIDDEN_SWITCH.set(True))
+    finally:
+        HIDDEN_SWITCH.reset(token)
+    assert finding.id == UNEXPLAINED
+    assert "Each module of it alone is right" not in finding.sentence
+    names = "model.layers.0.self_attn.q_proj, model.layers.0.self_attn.v_proj"
+    assert f"Not compared alone: {names}. So the error is there, in the code" in finding.sentence

@@ -44,11 +44,13 @@ class ModuleDifference(Struct, frozen=True):
 class SwapResult(Struct, frozen=True):
     """What modules of a layer, and those outside of all layers, gave on the same inputs.
 
-    `agreeing` are names of those that agree; `differing` the innermost ones that do not.
+    `agreeing` are names of those that agree; `differing` the innermost ones that do not. `untested`
+    are those with weights that could not be run alone, or that the reference has from the program.
     """
 
     differing: tuple[ModuleDifference, ...]
     agreeing: tuple[str, ...]
+    untested: tuple[str, ...] = ()
 
 
 def compare_modules(
@@ -67,16 +69,22 @@ def compare_modules(
     """
     pairs = _module_inputs(reference, ids, base, layer)
     agreeing, outputs = list[str](), dict[str, _Alone]()
+    untested = [name for name in reference.taken if _is_near(reference, name, layer)]
     theirs = dict(program.named_modules())
     with unrecorded():
         for name, (given, right) in pairs.items():
-            with suppress(Exception):  # code of the program may need a state that is gone
+            if reference.is_taken(name):
+                continue  # it would be compared with itself
+            try:
                 alone = _run_spans(theirs[name], given, right, spans, len(ids))
                 compared = _compared(alone.output, alone.right, limit, alone.positions)
-                if compared.distance <= limit:
-                    agreeing.append(name)
-                else:
-                    outputs[name] = alone
+            except Exception:  # code of the program may need a state that is gone
+                untested += [name] if _counts(reference, name) else []
+                continue
+            if compared.distance <= limit:
+                agreeing.append(name)
+            else:
+                outputs[name] = alone
     weights = dict(reference.model.named_parameters())
     differing = []
     for name, alone in outputs.items():
@@ -88,7 +96,21 @@ def compare_modules(
         shape = _router_shape(module, compared) or describe_module(module, given, compared, weights)
         inside = _first_inside(pairs, name, alone, limit)
         differing.append(ModuleDifference(name, type(theirs[name]).__name__, tuple(shape), inside))
-    return SwapResult(tuple(differing), tuple(agreeing))
+    return SwapResult(tuple(differing), tuple(agreeing), tuple(untested))
+
+
+def _is_near(reference: ReferenceModel, name: str, layer: int | None) -> bool:
+    """Whether a module is in the layer, or outside of all layers."""
+    others = [f"{block}." for number, (block, _) in reference.blocks.items() if number != layer]
+    return not name.startswith(tuple(others))
+
+
+def _counts(reference: ReferenceModel, name: str) -> bool:
+    """Whether a module has weights, and is not compared by itself, as the embedding is."""
+    module = reference.model.get_submodule(name)
+    return not isinstance(module, nn.Embedding) and any(
+        True for _ in module.parameters(recurse=False)
+    )
 
 
 def _router_shape(module: nn.Module, compared: ComparedTensors) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -111,6 +112,7 @@ class Unexplained(Struct, frozen=True):
                 for one in swapped.differing
             ],
             "agreeing": list(swapped.agreeing),
+            "untested": list(swapped.untested),
             "replaced": replaced,
             "function": self._attention_function(),
             "hooks": hooks,
@@ -410,7 +412,11 @@ class Unexplained(Struct, frozen=True):
         ]
         if spans[0][1] - spans[0][0] >= MIN_ROWS:
             spans = spans[:1]
-        return compare_modules(self.reference, program, ids, self.base, self.layer, limit, spans)
+        states, row = self.reference.row_states, first.first_row
+        with nullcontext() if states is None else states.set(states.part_of(row)):
+            return compare_modules(
+                self.reference, program, ids, self.base, self.layer, limit, spans
+            )
 
     def _attention_function(self) -> str:
         """Return the program's own attention function, with its line; empty if it has none."""
