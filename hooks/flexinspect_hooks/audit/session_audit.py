@@ -218,22 +218,47 @@ def summarize_verdicts(verdicts: Sequence[Verdict]) -> str:
             "implementation (flexinspect audit TRACE lists why)."
         )
     n_differ = sum(one.divergence is not None for one in verdicts)
-    n_partly = sum(bool(one.not_judged) for one in verdicts)
+    judged = [one for one in verdicts if one.n_steps]
     text = (
-        f"{plural(n_steps, 'step')} of {plural(len(verdicts), 'sequence')} were compared with the "
+        f"{plural(n_steps, 'step')} of {plural(len(judged), 'sequence')} were compared with the "
         "untouched implementation: "
     )
-    text += f"{n_differ} of the sequences differ." if n_differ else "none differs."
-    if n_partly:
-        text += f" {n_partly} were not judged, or only in part (flexinspect audit TRACE lists why)."
-    return text
+    text += (
+        f"{n_differ} of the sequences differ."
+        if n_differ > 1
+        else ("1 of the sequences differs." if n_differ else "none differs.")
+    )
+    text += _not_judged("judged only in part", [one for one in judged if one.not_judged])
+    return text + _not_judged("not judged", [one for one in verdicts if not one.n_steps])
+
+
+def _not_judged(how: str, verdicts: Sequence[Verdict]) -> str:
+    """Say which sequences were not judged, or in part, and why the first one was not."""
+    if not verdicts:
+        return ""
+    first, n = verdicts[0], len(verdicts)
+    which = _where(first)
+    if n > 1:
+        which = (
+            f"{plural(n, 'sequence')} were {how}, the first one is {which[:1].lower()}{which[1:]}"
+        )
+    else:
+        which = f"{which} was {how}"
+    comma = ", and not" if first.n_steps else ""
+    reason = f"{comma}: {first.not_judged[0]}" if first.not_judged else ""
+    more = " (flexinspect audit TRACE lists all)" if n > 1 or len(first.not_judged) > 1 else ""
+    return f" {which}{reason}{more}."
+
+
+def _where(verdict: Verdict) -> str:
+    """Return the generation and the batch row of a verdict, as the beginning of a sentence."""
+    where = f"Generation {verdict.generation}"
+    return where + (f", batch row {verdict.batch}" if verdict.batch else "")
 
 
 def describe_verdict(verdict: Verdict) -> str:
     """Return what was judged and what was not, in a sentence or two."""
-    where = f"Generation {verdict.generation}"
-    if verdict.batch:
-        where += f", batch row {verdict.batch}"
+    where = _where(verdict)
     rest = f" Not judged: {'; '.join(verdict.not_judged)}." if verdict.not_judged else ""
     if verdict.notes:
         rest = f" Taken for granted: {'; '.join(verdict.notes)}.{rest}"

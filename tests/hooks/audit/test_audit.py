@@ -16,10 +16,12 @@ from transformers import AttentionInterface, DynamicCache, QuantizedCache
 
 from flexinspect.core import plugins
 from flexinspect.records.finding import Severity
+from flexinspect_hooks.audit.evidence.row_comparison import Divergence
 from flexinspect_hooks.audit.forward.forward_edits import ForwardEdit
 from flexinspect_hooks.audit.forward.forward_run import LOGITS, Run
 from flexinspect_hooks.audit.forward.weights import snapshot
 from flexinspect_hooks.audit.hypotheses import load_hypotheses
+from flexinspect_hooks.audit.program_audit import Verdict
 from flexinspect_hooks.audit.reference.clean_classes import replaced_names
 from flexinspect_hooks.audit.reference.reference_model import ReferenceModel
 from flexinspect_hooks.audit.session_audit import (
@@ -251,6 +253,25 @@ def test_equal_rows_of_a_cache_that_shows_no_keys_are_not_judged(audit: Audit) -
     assert all("the cache is quantised" in one.not_judged[0] for one in verdicts)
     nothing = summarize_verdicts([replace(one, n_steps=0) for one in verdicts])
     assert nothing.startswith("No step of 2 sequences was compared")
+
+
+def test_a_summary_says_which_sequences_were_not_judged() -> None:
+    judged, partly = Verdict(0, 0, n_steps=3), Verdict(0, 2, n_steps=1, not_judged=["the end"])
+    none = Verdict(0, 1, not_judged=["the trace has the masks of batch row 0 only"])
+    begins = "were compared with the untouched implementation: none differs."
+    assert summarize_verdicts([judged, none]) == (
+        f"3 steps of 1 sequence {begins} Generation 0, batch row 1 was not judged: the trace has "
+        "the masks of batch row 0 only."
+    )
+    assert summarize_verdicts([judged, none, none, partly]) == (
+        f"4 steps of 2 sequences {begins} Generation 0, batch row 2 was judged only in part, and "
+        "not: the end. 2 sequences were not judged, the first one is generation 0, batch row 1: the trace "
+        "has the masks of batch row 0 only (flexinspect audit TRACE lists all)."
+    )
+    found = Divergence(0, (LOGITS, None), 0, 1.0, 0.1)
+    assert summarize_verdicts([judged, replace(judged, divergence=found)]).endswith(
+        "implementation: 1 of the sequences differs."
+    )
 
 
 def test_a_model_of_no_known_architecture_is_not_judged(audit: Audit) -> None:
