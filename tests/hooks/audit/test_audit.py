@@ -274,6 +274,27 @@ def test_a_summary_says_which_sequences_were_not_judged() -> None:
     )
 
 
+def decode_embeddings(model: Any, *, is_first: bool) -> None:
+    """Decode after 5 rows of embeddings, which are the first ones or follow a prompt of ids."""
+    fed = [{"inputs_embeds": torch.randn(1, 5, model.config.hidden_size)}]
+    fed += [{"input_ids": torch.tensor([ids(n, 3)])} for n in ((1, 1) if is_first else (1,))]
+    cache = DynamicCache(config=model.config)
+    for arguments in fed if is_first else [{"input_ids": torch.tensor([ids(4, 3)])}, *fed]:
+        model(**arguments, past_key_values=cache, use_cache=True)
+
+
+@pytest.mark.parametrize(("is_first", "step"), [(True, 1), (False, 2)])
+def test_steps_after_embeddings_say_that_their_ids_are_not_known(
+    audit: Audit, is_first: bool, step: int
+) -> None:
+    model = make_model("llama")
+    verdicts, findings, _ = audit(model, lambda: decode_embeddings(model, is_first=is_first))
+    assert findings == []
+    assert [one.not_judged for one in verdicts] == [
+        [f"from step {step} on: 5 rows were given as inputs_embeds, without token ids"]
+    ]
+
+
 def test_a_model_of_no_known_architecture_is_not_judged(audit: Audit) -> None:
     from transformers import PreTrainedConfig, PreTrainedModel
 

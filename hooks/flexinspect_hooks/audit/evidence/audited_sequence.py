@@ -258,6 +258,8 @@ def _placed_step(
 def _new_rows(evidence: StepEvidence, batch: int, known: Sequence[int]) -> tuple[int, str]:
     """Return how many rows of a forward are new, or why it does not continue the sequence."""
     if not known and evidence.kv_before:
+        if evidence.n_embedded:
+            return 0, _embedded(evidence.kv_before - evidence.n_embedded, evidence.n_embedded)
         what = f"{evidence.kv_before} keys were in the cache before the first recorded forward"
         return 0, f"{what}, and their tokens are not known"
     if not known or 0 < evidence.kv_before <= len(known):
@@ -268,8 +270,20 @@ def _new_rows(evidence: StepEvidence, batch: int, known: Sequence[int]) -> tuple
         if ids[: len(known)] == list(known) and len(ids) > len(known):
             return len(ids) - len(known), ""
         return 0, "the forward does not continue the sequence"
+    if 0 < evidence.n_embedded == evidence.kv_before - len(known):
+        return 0, _embedded(0, evidence.n_embedded)
     what = f"the cache held {evidence.kv_before} keys where {len(known)} tokens had been fed"
     return 0, f"{what}, and what the others are is not known"
+
+
+def _embedded(n_before: int, n_embedded: int) -> str:
+    """Return that the tokens of rows are not known, and of keys from before them."""
+    rows = "row was" if n_embedded == 1 else "rows were"
+    text = f"{n_embedded} {rows} given as inputs_embeds, without token ids"
+    if n_before <= 0:
+        return text
+    keys = "key was" if n_before == 1 else "keys were"
+    return f"{text}, and {n_before} {keys} in the cache before the first recorded forward"
 
 
 def _real(evidence: StepEvidence, batch: int, n_new: int) -> list[bool]:

@@ -116,6 +116,8 @@ class StepEvidence(Struct):
     newest_best: Tensor | None = None
     has_unknown_positions: bool = False
     """Whether the program calls the parts of the layers, and passes no position ids to any."""
+    n_embedded: int = 0
+    """Rows that earlier steps of the generation got as `inputs_embeds`, without token ids."""
     state: ModuleState | None = None
     """The flags and numbers of the program's own modules when the step began."""
 
@@ -202,6 +204,7 @@ class EvidenceHook(Hook):
         self._rows: dict[tuple[int, torch.device], Tensor] = {}
         self._paths: dict[int, str] = {}
         self._generation, self._n_full, self._n_rows = -1, 0, 1
+        self._n_embedded = 0
         self._modules: list[tuple[weakref.ref[nn.Module], Point]] = []
         self._removes: list[Remove] = []
         self._watches_parts = False
@@ -282,6 +285,7 @@ class EvidenceHook(Hook):
         is_new = step.generation != self._generation
         if is_new:
             self._generation, self._n_full = step.generation, FULL_STEPS
+            self._n_embedded = 0
         if self._context.is_in_parts and not self._watches_parts:
             self._watches_parts = True
             self._leave_modules()
@@ -384,7 +388,11 @@ class EvidenceHook(Hook):
             self._encoder_arguments = {}
         store, values = self._context.evidence, self._values
         self._values = {}
-        if pending is None or store is None or store.is_busy or pending.ids is None:
+        if pending is None or store is None or store.is_busy:
+            return
+        pending.n_embedded = self._n_embedded
+        if pending.ids is None:
+            self._n_embedded += pending.q_len
             return
         cache = getattr(step.output, "past_key_values", None)
         cache = self._cache if cache is None else cache
