@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from flexinspect.trace.reader import TraceReader, open_trace
 
 _SHOWN_ANSWERS = 3
 _SHOWN_FINDINGS = 5
+_SHOWN_GENERATIONS = 4
 NO_NOTES = (
     *("phase", "error", "source", "recompute-check", "audit", "evaluation", "training-check"),
     *(CALLS_EVENT, PARAMETERS_EVENT, "generate", "kernel-options"),
@@ -126,9 +127,10 @@ def print_summary(
         lines.append(f"{plural(n_empty, 'generation')} without tokens")
     if line := _cost_line(summary):
         lines.append(line)
-    lines += map(finding_text, findings[:_SHOWN_FINDINGS])
-    if (more := len(findings) - _SHOWN_FINDINGS) > 0:
-        lines.append(f"      and {more} more findings, in the interface")
+    alike = _alike(findings)
+    lines += [finding_text(same[0], _places(same)) for same in alike[:_SHOWN_FINDINGS]]
+    if more := sum(map(len, alike[_SHOWN_FINDINGS:])):
+        lines.append(f"      and {plural(more, 'more finding')}, in the interface")
     place, files = Path(summary["trace"]), summary.get("traces", ())
     trace = Path(files[0]) if files else place
     if command := declare_command(findings[:_SHOWN_FINDINGS], trace):
@@ -164,11 +166,30 @@ def _next_lines(trace: Path, summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"{'' if number else 'next':<6}{command:<{width}}  # {text}"
 
 
-def finding_text(finding: Finding) -> Text:
-    """Return the line of a finding: its severity in colour, its sentence and its id."""
+def _alike(findings: Sequence[Finding]) -> list[list[Finding]]:
+    """Return findings that say the same in one list, such as those of two generations."""
+    same: dict[tuple[str, str, str], list[Finding]] = {}
+    for one in findings:
+        same.setdefault((one.severity, one.id, one.sentence), []).append(one)
+    return list(same.values())
+
+
+def _places(same: Sequence[Finding]) -> str:
+    """Return the generations of findings that say the same, empty for one."""
+    if len(same) == 1:
+        return ""
+    numbers = sorted({one.generation for one in same})
+    if len(numbers) < len(same):
+        return f" ({len(same)} times)"
+    listed = ", ".join(map(str, numbers[:_SHOWN_GENERATIONS]))
+    return f" (generations {listed}{', …' if len(numbers) > _SHOWN_GENERATIONS else ''})"
+
+
+def finding_text(finding: Finding, places: str = "") -> Text:
+    """Return the line of a finding: its severity in colour, its sentence, `places` and its id."""
     style = {Severity.ERROR: "red", Severity.WARNING: "yellow"}.get(finding.severity, "")
     label, id_ = (f"{finding.severity}: ", style), (f"  [{finding.id}]", "dim")
-    return Text.assemble(label, escape_unprintable(finding.sentence), id_)
+    return Text.assemble(label, escape_unprintable(finding.sentence + places), id_)
 
 
 def _answer_text(generation: Mapping[str, Any]) -> Text:

@@ -16,6 +16,7 @@ from flexinspect.cli import live_run
 from flexinspect.cli.live_run import RunProgress
 from flexinspect.cli.run_summary import print_summary, summarize_run
 from flexinspect.launch.child_process import Capture
+from flexinspect.records.finding import Finding, Severity
 
 
 def test_no_line_is_lost_when_ctrl_c_comes_before_it_is_printed(
@@ -129,3 +130,18 @@ def test_a_run_whose_trace_is_moved_to_another_file_system_is_waited_for(tmp_pat
     process.state.path = process.state.recording
     run._kill_if_it_hangs()
     assert process.was_killed
+
+
+def test_findings_that_say_the_same_of_several_generations_have_one_line(tmp_path: Path) -> None:
+    summary = summarize_run(write(tmp_path / "a.flextrace", np.tri(4, dtype=bool), list("abcd")))
+    found = [Finding("audit.hook", Severity.NOTE, "A hook.", generation=n) for n in range(6)]
+    found += [Finding("audit.choice", Severity.NOTE, "A choice.", step=n) for n in range(2)]
+    found.append(Finding("audit.hook", Severity.NOTE, "Another hook."))
+    result = StringIO()
+    print_summary({**summary, "findings": found}, Console(file=result, width=200))
+    lines = [one for one in result.getvalue().splitlines() if one.startswith("note: ")]
+    assert lines == [
+        "note: A hook. (generations 0, 1, 2, 3, …)  [audit.hook]",
+        "note: A choice. (2 times)  [audit.choice]",
+        "note: Another hook.  [audit.hook]",
+    ]
