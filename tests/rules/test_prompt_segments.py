@@ -59,9 +59,9 @@ def ask(demo: Any, tokenizer: Any, tmp_path: Path) -> Look:
     ) -> list[Finding]:
         row = torch.tensor([list(input_ids)])
         options = {"attention_mask": torch.ones_like(row), **options}
-        row = options.pop("rows", row)
+        row, mask = options.pop("rows", row), options.pop("mask", None)
         run = partial(demo.generate, row, max_new_tokens=2, do_sample=False, **options)
-        options = {"tokenizer": tokenizer, "segments": segments or None}
+        options = {"tokenizer": tokenizer, "segments": segments or None, "mask": mask}
         return planted(tmp_path, demo, run, name=f"ask{next(numbers)}", **options)
 
     return look
@@ -169,6 +169,50 @@ def test_pieces_that_are_longer_alone_are_a_note(ask: Look, tokenizer: Any) -> N
     finding = one(ask(joined, QUESTIONS), "segments.drift")
     assert finding.severity is Severity.NOTE
     assert finding.evidence["tokens alone and in the prompt"] == [[7, 7], [8, 8], [6, 7]]
+
+
+SHORT = ["currency, country = Japan", "the money of Japan", "what do people in Japan pay with"]
+
+
+def joined(tokenizer: Any, texts: Sequence[str], separator: str) -> tuple[list[int], list[Span]]:
+    """Return a prompt with a cue, and where each text lies in it with the separator after it."""
+    row, spans = [tokenizer.bos_token_id], list[Span]()
+    for number, text in enumerate(texts, 1):
+        piece = tokenizer.encode(text + separator, add_special_tokens=False)
+        spans.append((len(row), len(row) + len(piece), f"question {number}"))
+        row += piece
+    return row + tokenizer.encode("Answer:", add_special_tokens=False), spans
+
+
+@pytest.mark.parametrize(
+    ("texts", "separator"),
+    [(QUESTIONS, "\n"), (QUESTIONS, " "), (QUESTIONS, ""), (SHORT, " "), (SHORT, " | ")],
+    ids=["lines", "space", "nothing", "space without marks", "bar"],
+)
+def test_a_bos_in_the_first_span_is_found_whatever_joins_the_questions(
+    texts: list[str], separator: str, ask: Look, tokenizer: Any
+) -> None:
+    row, right = joined(tokenizer, texts, separator)
+    for options in ({}, {"mask": "segment-isolation"}):
+        found = ask(row, moved(right, -1), **options)
+        finding = one(found, "segments.shifted")
+        assert (finding.evidence["shift"], finding.severity) == (1, Severity.WARNING)
+        assert finding.sentence.startswith("The 3 declared spans are 1 token too early, as if")
+        edges = {edge for start, stop, _ in moved(right, -1) for edge in (start, stop)}
+        assert {*finding.positions} == edges
+    assert segments_of(ask(row, right)) == []
+
+
+def test_spaces_that_are_a_part_of_the_next_word_are_in_the_right_segment(
+    ask: Look, tokenizer: Any
+) -> None:
+    row, whole = [tokenizer.bos_token_id], list[Span]()
+    for number, text in enumerate(["the money of Japan", " the capital of Kenya", " of Japan"]):
+        piece = tokenizer.encode(text, add_special_tokens=False)
+        whole.append((len(row) - (number == 0), len(row) + len(piece), f"question {number}"))
+        row += piece
+    row += tokenizer.encode(" is called", add_special_tokens=False)
+    assert segments_of(ask(row, whole)) == []
 
 
 def test_one_border_off_its_line_is_named(
@@ -409,6 +453,70 @@ def test_the_same_wrong_spans_declared_are_found_by_the_bos_in_them(
     cells.other = isolated([(0, 6), (8, 14)], reads=14)
     found = planted(tmp_path, llama, lambda: llama(row(bos=False)), segments=wrong, name="clean")
     assert segments_of(found) == []
+
+
+LISTED: list[Span] = [(1, 7, "one"), (7, 12, "two"), (12, 19, "three")]
+N_LISTED = 23  # the last 4 are a cue
+
+
+def look_at_lists(
+    llama: Any, tmp_path: Path, spans: Sequence[Span], lists: Sequence[tuple[int, int]], name: str
+) -> list[Finding]:
+    """Return the findings of a program that holds these lists and declared these spans."""
+    prompt = row(n=N_LISTED)
+    pieces = [prompt[0, start:stop].tolist() for start, stop in lists]
+    options = {"segments": spans, "mask": "segment-isolation", "name": name}
+    found = planted(tmp_path, llama, lambda: llama(prompt), **options)
+    assert pieces
+    return found
+
+
+def test_wrong_spans_that_the_mask_has_too_are_found_by_the_lists_of_the_program(
+    llama: Any, cells: Cells, tmp_path: Path
+) -> None:
+    """Neither words nor the end of the prompt tell where the segments are."""
+    lists = [(start, stop) for start, stop, _ in LISTED]
+    wrong = moved(LISTED, -1)
+    cells.other = isolated([(a, b) for a, b, _ in wrong], N_LISTED, reads=wrong[-1][1])
+    found = look_at_lists(llama, tmp_path, wrong, lists, "all")
+    finding = one(found, "segments.shifted")
+    assert (finding.severity, finding.evidence["shift"]) == (Severity.WARNING, 1)
+    assert finding.evidence["reported_by"] == "lists"
+    assert finding.positions == (0, 6, 11, 18)
+    assert finding.sentence.endswith(
+        "Shifted by +1, they begin with lists of token ids of your program (pieces[0], pieces[1] "
+        "and pieces[2])."
+    )
+    one_list = one(look_at_lists(llama, tmp_path, wrong, lists[-1:], "last"), "segments.shifted")
+    assert one_list.sentence.endswith(
+        "they exclude the BOS, and one is pieces[0], a list of token ids of your program."
+    )
+
+
+def test_a_first_span_that_begins_after_the_bos_stays_where_it_is(
+    llama: Any, cells: Cells, tmp_path: Path
+) -> None:
+    """So `flexinspect declare --move 0` writes the segments of a mask that is one token early."""
+    wrong = [(1, 6, "one"), *moved(LISTED[1:], -1)]
+    cells.other = isolated([(a, b) for a, b, _ in wrong], N_LISTED, reads=wrong[-1][1])
+    lists = [(start, stop) for start, stop, _ in LISTED]
+    finding = one(look_at_lists(llama, tmp_path, wrong, lists, "early"), "segments.shifted")
+    assert finding.sentence.startswith(
+        "All borders of the 3 declared spans but the first are 1 token too early, as if counted "
+        "without the BOS: 'one' misses position 6"
+    )
+    assert finding.positions == (6, 11, 18)
+
+
+def test_spans_that_begin_with_lists_of_the_program_are_right(
+    llama: Any, cells: Cells, tmp_path: Path
+) -> None:
+    lists = [(start, stop) for start, stop, _ in LISTED]
+    with_bos = [(0, 7, "one"), *LISTED[1:]]
+    inner = [(start + 1, stop - 1, label) for start, stop, label in LISTED]
+    for name, spans, reads in (("right", LISTED, 19), ("bos", with_bos, 19), ("in", inner, 18)):
+        cells.other = isolated([(a, b) for a, b, _ in spans], N_LISTED, reads=reads)
+        assert segments_of(look_at_lists(llama, tmp_path, spans, lists, name)) == []
 
 
 def test_one_layer_alone_is_named_and_a_declared_mask_makes_it_an_error(

@@ -1,9 +1,7 @@
-"""The tokens of a prompt with its declared pieces, and by how much declared spans are off.
+"""The tokens of a prompt with its declared pieces.
 
-`PromptTokens` locates the declared pieces in the input ids. `find_shift` looks for declared spans
-that are off. Nothing but the spans was declared, so a shift is only reported if no span fits where
-it is and all fit when shifted: to line boundaries, to positions with the same tokens between the
-spans, or past a BOS inside the first span up to the end of the prompt.
+`PromptTokens` locates the declared pieces in the input ids. `candidate_shifts` are the numbers of
+tokens by which borders may be off.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from flexinspect.rules.context import RuleContext
 
 MAX_COUNTED_PLACES = 9  # occurrences of a text are counted up to this number
 MAX_SHIFT = 32  # tokens by which spans are shifted at most, except by the padding (any length)
-_MAX_SPAN_SHIFT = 8
 SPECIAL_MARK = "\0"  # replaces a special token in the text that is searched
 _SENTENCE_ENDS = ".?!:。？！："
 
@@ -153,41 +150,6 @@ def _count_padding(ids: Sequence[int], pad: int | None, facts: records.Tokenizer
     return n if is_padding else 0
 
 
-class SpanShift(NamedTuple):
-    """By how many tokens each span must be shifted to fit (0: it fits), and the reason.
-
-    `source` is "lines" (line and sentence boundaries), "gaps" (the tokens between the spans) or
-    "ends" (a BOS inside the first span and the end of the prompt after the last).
-    """
-
-    offsets: tuple[int, ...]
-    source: str
-
-    @property
-    def tokens(self) -> int | None:
-        """The number of tokens if all spans are off by the same number, else None."""
-        return self.offsets[0] if len(set(self.offsets)) == 1 else None
-
-
-def find_shift(prompt: PromptTokens) -> SpanShift | None:
-    """How the declared spans are off; None if they fit, or if it is not known."""
-    spans = prompt.spans
-    if not spans or not prompt.tokens:
-        return None
-    if prompt.has_text:
-        if _spans_fit(prompt, spans, 0):
-            return None
-        n = _shift_by_lines(prompt, spans)
-        offsets = _span_shifts_by_lines(prompt) if n is None else (n,) * len(spans)
-        if offsets is not None:
-            return SpanShift(offsets, "lines")
-    for source, find in (("gaps", _shift_by_gaps), ("ends", _shift_by_ends)):
-        n = find(prompt, spans)
-        if n is not None:
-            return SpanShift((n,) * len(spans), source) if n else None
-    return None
-
-
 def _undivided(parts: Sequence[PromptPart]) -> tuple[PromptPart, ...]:
     edges = sorted({edge for part in parts for edge in (part.start, part.stop)})
     follows = dict(pairwise(edges))
@@ -196,82 +158,11 @@ def _undivided(parts: Sequence[PromptPart]) -> tuple[PromptPart, ...]:
 
 def candidate_shifts(prompt: PromptTokens) -> list[int]:
     """Shifts to try, the smallest first: up to `MAX_SHIFT`, and by the padding."""
-    shifts = {*range(-MAX_SHIFT, MAX_SHIFT + 1), *_leading_lengths(prompt)} - {0}
+    shifts = {*range(-MAX_SHIFT, MAX_SHIFT + 1), *leading_lengths(prompt)} - {0}
     return sorted(shifts, key=lambda n: (abs(n), n < 0))
 
 
-def _leading_lengths(prompt: PromptTokens) -> set[int]:
+def leading_lengths(prompt: PromptTokens) -> set[int]:
     """Numbers of tokens that can precede the first word: the BOS, the padding, or both."""
     bos = int(prompt.has_bos)
     return {bos, prompt.n_pads, prompt.n_pads + bos} - {0}
-
-
-def _shift_by_lines(prompt: PromptTokens, spans: Sequence[DeclaredSegment]) -> int | None:
-    begins, ends = prompt.line_edges
-    # The first span may begin with the prompt itself, which proves nothing.
-    n_begin = sum(span.start in begins for span in spans[1:])
-    n_end = sum(span.stop in ends for span in spans)
-    if n_begin > len(spans) // 4 or n_begin + n_end > len(spans):
-        return None
-    shifts = _leading_lengths(prompt) if len(spans) == 1 else candidate_shifts(prompt)
-    return next((n for n in shifts if _spans_fit(prompt, spans, n)), None)
-
-
-def _span_shifts_by_lines(prompt: PromptTokens) -> tuple[int, ...] | None:
-    """Offsets that grow from span to span; None unless each span has one."""
-    offsets = []
-    shifts = sorted(range(-_MAX_SPAN_SHIFT, _MAX_SPAN_SHIFT + 1), key=abs)
-    for span in prompt.spans:
-        fit = next((n for n in shifts if _spans_fit(prompt, (span,), n)), None)
-        if fit is None:
-            return None
-        offsets.append(fit)
-    if len(offsets) < 3 and max(map(abs, offsets)) > 2:
-        return None
-    return tuple(offsets) if is_growing(offsets) else None
-
-
-def is_growing(offsets: Sequence[int]) -> bool:
-    """Whether offsets grow in one direction and are not all the same."""
-    sizes = [abs(offset) for offset in offsets]
-    has_one_sign = min(offsets) >= 0 or max(offsets) <= 0
-    return has_one_sign and sizes == sorted(sizes) and sizes[0] != sizes[-1]
-
-
-def _spans_fit(prompt: PromptTokens, spans: Sequence[DeclaredSegment], n: int) -> bool:
-    begins, ends = prompt.line_edges
-    return all(span.start + n in begins and span.stop + n in ends for span in spans)
-
-
-def _shift_by_gaps(prompt: PromptTokens, spans: Sequence[DeclaredSegment]) -> int | None:
-    """The shift after which all gaps between spans hold the same ids; 0 if they already do."""
-    gaps = [(a.stop, b.start) for a, b in pairwise(spans)]
-    width = min((b - a for a, b in gaps), default=0)
-    if len(gaps) < 2 or width < 1:
-        return None
-    is_reliable = len(gaps) > 2 or width > 1
-    shifts = candidate_shifts(prompt) if is_reliable else sorted(_leading_lengths(prompt))
-    return next((n for n in (0, *shifts) if _gaps_are_equal(prompt, gaps, n)), None)
-
-
-def _gaps_are_equal(prompt: PromptTokens, gaps: Sequence[Span], n: int) -> bool:
-    offset = n - prompt.start
-    if gaps[0][0] + offset < 0 or gaps[-1][1] + n > prompt.stop:
-        return False
-    moved = [slice(start + offset, stop + offset) for start, stop in gaps]
-    if prompt.has_text and any(map(str.isalnum, "".join(prompt.texts[moved[0]]))):
-        return False  # paraphrases have words in common
-    return len({tuple(prompt.ids[gap]) for gap in moved}) == 1
-
-
-def _shift_by_ends(prompt: PromptTokens, spans: Sequence[DeclaredSegment]) -> int | None:
-    """The shift that moves a BOS out of the first span and the last span to the end."""
-    first, n = spans[0], prompt.stop - spans[-1].stop
-    is_paraphrase = any(segment.label == first.label for segment in prompt.paraphrases)
-    if prompt.tokenizer.bos is None or not is_paraphrase:
-        return None
-    if n > 0 and prompt.has_bos and n == prompt.first_unpadded + 1 - first.start:
-        return n
-    if n == -1 and not prompt.has_bos and first.start == prompt.first_unpadded + 1:
-        return n
-    return None

@@ -23,7 +23,7 @@ from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import format_step_layers
 from flexinspect.rules.engine import Rule
 from flexinspect.rules.masks.mask_views import layers_of
-from flexinspect.rules.prompt import prompt_facts
+from flexinspect.rules.prompt import prompt_facts, span_shift
 from flexinspect.rules.prompt.prompt_facts import PromptTokens
 
 _LIBRARY_PREFIXES = ("transformers.", "flexinspect")
@@ -78,7 +78,7 @@ class BorderCheck:
             offsets = _find_offsets(borders, self._context.segments, apart, shifts)
         offsets = offsets or self._find_declared_shift(borders, mask.q_len)
         if misplaced or offsets:
-            shift = prompt_facts.find_shift(self._prompt)  # of the declared spans themselves
+            shift = span_shift.find_shift(self._prompt)  # of the declared spans themselves
             if not offsets or {*offsets} == {0 if shift is None else -(shift.tokens or 0)}:
                 return None
             kind = "segments.shifted" if len({*offsets}) == 1 else "segments.drift"
@@ -307,6 +307,6 @@ def _find_drift(borders: Borders, apart: Sequence[Segment]) -> tuple[int, ...]:
         offsets = [edge - b for edge, b in zip(declared, borders, strict=True)]
         n_off = sum(offset != 0 for offset in offsets)
         is_near = max(map(abs, offsets)) <= prompt_facts.MAX_SHIFT
-        if prompt_facts.is_growing(offsets) and n_off > 1 and is_near:
+        if span_shift.is_growing(offsets) and n_off > 1 and is_near:
             return tuple(offsets)
     return ()

@@ -21,9 +21,10 @@ from flexinspect.records.prompt import DeclaredSegment, Span
 from flexinspect.records.step import CallRecord, StepRecord, TokenRecord
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.masks.mask_views import calls_by_mask
-from flexinspect.rules.prompt import prompt_facts, segment_borders
-from flexinspect.rules.prompt.prompt_facts import SPECIAL_MARK, PromptTokens, SpanShift
+from flexinspect.rules.prompt import prompt_facts, segment_borders, span_shift
+from flexinspect.rules.prompt.prompt_facts import SPECIAL_MARK, PromptTokens
 from flexinspect.rules.prompt.segment_borders import BorderFault, HeadBorders, limit_names
+from flexinspect.rules.prompt.span_shift import SpanShift
 
 _MAX_QUOTED_CHARACTERS = 32
 _MAX_BORDER_SHIFT = 4
@@ -34,6 +35,8 @@ _HTML_TAG = re.compile(r"</?(?:a|p|b|i|br|div|span|li|ul|td|tr|html|body)\b[^>]*
 _SHIFT_REASONS = {
     ("lines", True): "it starts and ends at line or sentence boundaries",
     ("lines", False): "they start and end at line or sentence boundaries",
+    ("bos", True): "it excludes the BOS",
+    ("bos", False): "they exclude the BOS, and none begins with a space or a closing mark",
     ("gaps", True): "it has the same tokens around it",
     ("gaps", False): "they have the same tokens between them",
     ("ends", True): "it excludes the BOS and ends with the prompt",
@@ -97,7 +100,7 @@ class PromptRule(Rule):
         self._is_checked, prompt = True, self._prompt
         if not prompt.tokens:
             return
-        shift = prompt_facts.find_shift(prompt)
+        shift = span_shift.find_shift(prompt)
         if shift is not None:
             yield self._shifted(shift) if shift.tokens is not None else self._drifted(shift)
         else:
@@ -147,29 +150,37 @@ class PromptRule(Rule):
         """All spans are off by the same number of tokens."""
         n, spans = shift.tokens or 0, self._prompt.spans
         one = len(spans) == 1
-        misfits = [self._describe_misfit(span, n) for span in spans]
+        keeps = [shift.keeps_start, *[False] * (len(spans) - 1)]
+        misfits = [self._describe_misfit(*each, n) for each in zip(spans, keeps, strict=True)]
         listed = "; ".join(text for text, _ in misfits[: segment_borders.MAX_NAMES])
         subject = "The declared span is" if one else f"The {len(spans)} declared spans are"
+        if shift.keeps_start:
+            subject = f"All borders of the {len(spans)} declared spans but the first are"
         sentence = (
             f"{subject} {plural(abs(n), 'token')} too {segment_borders.describe_direction(n)}"
             f"{segment_borders.explain_shift(self._prompt, n)}: {listed}. Shifted by {n:+d}, "
-            f"{_SHIFT_REASONS[shift.source, one]}."
+            f"{_describe_reason(shift)}."
         )
         positions = sorted({position for _, some in misfits for position in some})
         declared = [[span.label, span.start, span.stop] for span in spans]
         evidence = {"shift": n, "declared": declared, "reported_by": shift.source}
         return self._prompt_finding("segments.shifted", sentence, positions, evidence)
 
-    def _describe_misfit(self, span: DeclaredSegment, n: int) -> tuple[str, list[int]]:
+    def _describe_misfit(
+        self, span: DeclaredSegment, keeps_start: bool, n: int
+    ) -> tuple[str, list[int]]:
         """Describe the tokens that a span wrongly includes and misses; also their positions."""
-        declared, shifted = range(span.start, span.stop), range(span.start + n, span.stop + n)
+        declared = range(span.start, span.stop)
+        shifted = range(span.start + n * (not keeps_start), span.stop + n)
         extra = [p for p in declared if p not in shifted]
         missing = [p for p in shifted if p not in declared]
         texts = []
-        for some in (extra, missing):
-            first = self.context.format_position(some[0])
-            texts.append(first if len(some) == 1 else f"{len(some)} tokens from {first}")
-        text = f"{_quote_label(span)} includes {texts[0]} and misses {texts[1]}"
+        for verb, some in (("includes", extra), ("misses", missing)):
+            if some:
+                first = self.context.format_position(some[0])
+                several = "" if len(some) == 1 else f"{len(some)} tokens from "
+                texts.append(f"{verb} {several}{first}")
+        text = f"{_quote_label(span)} {' and '.join(texts)}"
         return text, [p for p in (*extra, *missing) if p < self._prompt.stop]
 
     def _drifted(self, shift: SpanShift) -> Finding:
@@ -450,6 +461,16 @@ class PromptRule(Rule):
             positions = [p for span in spans for p in range(*span)]
             evidence = {"token": name, "id": token_id, "times": len(spans)}
             yield self._prompt_finding("segments.special-as-text", sentence, positions, evidence)
+
+
+def _describe_reason(shift: SpanShift) -> str:
+    """Return why shifted spans fit."""
+    if shift.source != "lists":
+        return _SHIFT_REASONS[shift.source, len(shift.offsets) == 1]
+    names = join_labels(limit_names(shift.lists))
+    if len(shift.lists) == 1:
+        return f"they exclude the BOS, and one is {names}, a list of token ids of your program"
+    return f"they begin with lists of token ids of your program ({names})"
 
 
 def _quote_label(piece: DeclaredSegment) -> str:

@@ -298,7 +298,9 @@ class GenerationBuilder:
         special = keep_written_special(facts, ids, texts)
         is_contiguous = all(b - a == 1 for a, b in pairwise(positions[n_pads:]))
         parts: Sequence[PromptPart] = ()
-        if mask is None and not specs and not place.pos:
+        # A text is looked for in the prompt, so only positions can be wrong.
+        has_positions = any(spec.text is None for spec in specs)
+        if (has_positions or (mask is None and not specs)) and not place.pos:
             parts = prompt_parts(ids, n_pads)
         self.record = GenerationRecord(
             generation=place.generation,
