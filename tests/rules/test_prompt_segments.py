@@ -215,6 +215,16 @@ def test_spaces_that_are_a_part_of_the_next_word_are_in_the_right_segment(
     assert segments_of(ask(row, whole)) == []
 
 
+@pytest.mark.parametrize("separator", ["\n", " "], ids=["lines", "space"])
+def test_a_bos_that_is_meant_to_be_in_the_first_segment_is_no_odd_border(
+    separator: str, ask: Look, tokenizer: Any
+) -> None:
+    row, right = joined(tokenizer, QUESTIONS, separator)
+    assert segments_of(ask(row, [(0, right[0][1], "question 1"), *right[1:]])) == []
+    # If all spans are one early, moving the first border alone would repair nothing.
+    assert segments_of(ask(row, moved(right, -1))) == ["segments.shifted"]
+
+
 def test_one_border_off_its_line_is_named(
     ask: Look, input_ids: list[int], spans: list[Span]
 ) -> None:

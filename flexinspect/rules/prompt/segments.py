@@ -201,7 +201,9 @@ class PromptRule(Rule):
     def _odd_border(self) -> Findings:
         """A single border of several spans does not fit to a line or sentence boundary."""
         prompt, (begins, ends) = self._prompt, self._prompt.line_edges
-        odd = [(span, True) for span in prompt.spans if span.start not in begins]
+        # A BOS may belong to the first segment; if it does not, all spans are shifted.
+        bos = {prompt.first_unpadded} if prompt.has_bos else set[int]()
+        odd = [(span, True) for span in prompt.spans if span.start not in begins | bos]
         odd += [(span, False) for span in prompt.spans if span.stop not in ends]
         if not prompt.has_text or len(prompt.spans) < 2 or len(odd) != 1:
             return
