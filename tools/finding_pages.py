@@ -1,6 +1,6 @@
 """Write what `docs/findings/` has from the finding kinds: python -m tools.finding_pages.
 
-The title of a page, the first word of its severity, the first paragraph of three of its sections,
+The title of a page, its severity, the first paragraph of three of its sections,
 and the meaning in the table of all ids come from the kinds, those of proofs included. All else,
 such as examples and costs, is written by hand.
 """
@@ -39,7 +39,7 @@ def generated_pages(folder: Path = FOLDER) -> dict[Path, str]:
 
 def _page(page: Path, kind: FindingKind) -> str:
     _, _, rest = page.read_text("utf-8").partition("\n")
-    rest = _replace_once(r"^Severity: \w+", f"Severity: {kind.severity}", rest, page)
+    rest = _replace_once(r"^Severity: .*$", f"Severity: {kind.severities}.", rest, page)
     for field, heading in _SECTIONS.items():
         text = " ".join(getattr(kind, field).split())
         if not text:

@@ -60,7 +60,7 @@ def _print_kinds(kinds: Mapping[str, FindingKind]) -> None:
     for number, (id_, kind) in enumerate(kinds.items()):
         if number:
             console.print()
-        console.print(Text.assemble((id_, "bold"), f"  ({kind.severity})"))
+        console.print(Text.assemble((id_, "bold"), f"  ({kind.severities})"))
         console.print(f"{capitalize(kind.meaning)}.")
         for field, heading in _SECTIONS.items():
             if text := " ".join(getattr(kind, field).split()):

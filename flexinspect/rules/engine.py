@@ -36,6 +36,7 @@ Findings = Iterator[Finding]
 class FindingKind(Struct, frozen=True):
     """Severity and explanation of one finding id. A single finding may bring its own.
 
+    `varies` says when the severity is another one: "warning if ...", "" if it never is.
     `meaning` says in one line what the id stands for. `why` it matters, how to `confirm` it by hand
     and the usual `fix` are one or two sentences. `query` is the SQL that selects the evidence from
     the trace; {generation}, {branch}, {step} and {layer} are replaced by those of the finding. With
@@ -49,6 +50,12 @@ class FindingKind(Struct, frozen=True):
     fix: str = ""
     query: str = ""
     keeps_latest: bool = False
+    varies: str = ""
+
+    @property
+    def severities(self) -> str:
+        """The usual severity, and when it is another one: `note; warning if ...`."""
+        return f"{self.severity}; {self.varies}" if self.varies else str(self.severity)
 
 
 @cache

@@ -14,9 +14,17 @@ def test_an_id_is_explained_with_its_fix(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["explain", "segments.shifted"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     kind = finding_kinds()["segments.shifted"]
-    assert printed.startswith("segments.shifted (warning) All segments are off by the same number")
-    for text in (kind.why, kind.confirm, kind.fix):
+    assert printed.startswith("segments.shifted (warning; error where a mask was declared")
+    for text in (f"({kind.severities})", kind.why, kind.confirm, kind.fix):
         assert " ".join(text.split()) in printed
+
+
+def test_a_severity_that_varies_says_when(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "segments.suspect-border"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.startswith("segments.suspect-border (note; warning if all borders miss by one")
+    assert main(["explain", "segments.odd-border"]) == 0
+    assert capsys.readouterr().out.startswith("segments.odd-border  (warning)")
 
 
 def test_a_pattern_explains_several_ids(capsys: pytest.CaptureFixture[str]) -> None:

@@ -163,9 +163,12 @@ def test_borders_that_are_one_token_early_are_named_without_a_declaration(tmp_pa
     options = ("--no-ui", "--out", "own.flextrace")
     done = python(["-m", "flexinspect", "run", *options, script], tmp_path)
     assert done.out == "answer: yen\n"
-    sentence = re.search(r"note: (Every segment border .*?)  \[", PAGE)
+    sentence = re.search(r"(warning: Every segment border .*?)  \[", PAGE)
     assert sentence is not None
     assert sentence[1] in done.err
+    command = ["-m", "flexinspect", "findings", "own.flextrace", "--fail-on", "warning"]
+    done = run_warm(command, cwd=tmp_path)
+    assert (done.code, done.out.count("segments.suspect-border")) == (1, 1)
 
 
 def test_the_python_of_the_page_reads_a_trace(

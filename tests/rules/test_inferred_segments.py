@@ -171,7 +171,7 @@ def test_borders_counted_without_the_bos_are_one_token_before_the_lines() -> Non
         "In all 2 layers the executed mask cuts the prompt into 3 segments. "
         f"{GUESS}"
     )
-    assert finding.evidence["shift"] == 1
+    assert (finding.evidence["shift"], finding.severity) == (1, Severity.WARNING)
     assert "flexinspect declare TRACE --move 1 (D" in finding.fix
     assert finding.positions == (SECOND - 1, THIRD - 1)
 
@@ -179,7 +179,7 @@ def test_borders_counted_without_the_bos_are_one_token_before_the_lines() -> Non
 @pytest.mark.parametrize("n", [-3, -2, -1, 2, 3])
 def test_borders_that_are_all_off_by_the_same_number_have_a_shift(n: int) -> None:
     finding = one(look(blocks([SECOND - n, THIRD - n])), SUSPECT)
-    assert finding.evidence["shift"] == n
+    assert (finding.evidence["shift"], finding.severity) == (n, Severity.NOTE)
     side = "early" if n > 0 else "late"
     start = f"Every segment border is {abs(n)} token{'s' * (abs(n) > 1)} {side}"
     assert finding.sentence.startswith(start)
@@ -187,7 +187,9 @@ def test_borders_that_are_all_off_by_the_same_number_have_a_shift(n: int) -> Non
 
 def test_one_border_far_from_a_line_has_no_shift() -> None:
     assert one(look(blocks([SECOND - 3])), INFERRED).evidence["borders"] == [SECOND - 3]
-    assert one(look(blocks([SECOND - 1])), SUSPECT).sentence.startswith("The segment border is")
+    single = one(look(blocks([SECOND - 1])), SUSPECT)
+    assert single.sentence.startswith("The segment border is")
+    assert single.severity is Severity.NOTE
 
 
 def test_a_border_inside_a_word_is_named_next_to_correct_ones() -> None:

@@ -348,7 +348,9 @@ class InferredSegmentsRule(Rule):
         odd = (*segments.in_words, *segments.before_breaks) or segments.borders
         if segments.without_border is not None:
             odd = (segments.without_border,)
-        is_certain = segments.is_cut or segments.by_ids
+        # A distance that the BOS or the padding explains is no choice of where a separator belongs.
+        has_cause = bool(segments.shift and explain_shift(self._prompt, segments.shift))
+        is_certain = segments.is_cut or segments.by_ids or has_cause
         found = self.finding(
             step,
             SUSPECT if segments.is_suspect else INFERRED,
