@@ -7,13 +7,13 @@ The file that it becomes says what was meant, so that the next run is compared w
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import ensure_printable, printable, truncate
@@ -26,6 +26,8 @@ from flexinspect.rules.prompt.inferred_segments import (
     find_segment_borders,
     first_text_position,
     infer_segments,
+    isolated_spans,
+    segment_spans,
 )
 from flexinspect.rules.prompt.prompt_facts import PromptTokens
 from flexinspect.rules.prompt.segment_borders import Borders
@@ -49,7 +51,7 @@ class SegmentEntry(Struct, frozen=True):
         """Return the positions and the beginning of the text."""
         start, stop = self.span
         text = "" if self.text is None else f'  "{printable(self.text)}"'
-        return f"{self.label}  {start}-{stop - 1}{text}"
+        return f"{self.label}  tokens {start}-{stop - 1}{text}"
 
 
 class InferredDeclaration(Struct, frozen=True):
@@ -74,6 +76,16 @@ class InferredDeclaration(Struct, frozen=True):
         how = [f"moved by {self.move:+d}"] if self.move else []
         return f"{', '.join([*how, *single]) or 'as it ran'}: {listed}"
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the declaration as JSON, with the positions named as in a declaration file."""
+        return {
+            **structs.asdict(self),
+            "segments": [
+                {"label": one.label, "start": one.span[0], "stop": one.span[1], "text": one.text}
+                for one in self.segments
+            ],
+        }
+
     def toml(self, trace: str) -> str:
         """Return the declaration as TOML; the comment names the trace that it was read from."""
         moved = f" Its borders were moved by {self.move:+d}." if self.move else ""
@@ -85,6 +97,8 @@ class InferredDeclaration(Struct, frozen=True):
         ]
         if self.preset is not None:
             lines.append(f"mask = {_quote(self.preset)}")
+        if any(entry.text is None for entry in self.segments):
+            lines.append("# start is the first token of a segment, stop the one after its last.")
         for entry in self.segments:
             place = [f"start = {entry.span[0]}", f"stop = {entry.span[1]}"]
             if entry.text is not None:
@@ -154,7 +168,7 @@ class UndeclaredMask:
         if edges != sorted({*edges}):
             what = f"The borders {', '.join(map(str, edges[1:-1]))} are not in order in the prompt."
             raise UsageError(what, hint="Each must be after the one before, and inside the prompt.")
-        names = list(self._isolated())
+        names = isolated_spans(self._cells, self._spans(), self._prompt)
         entries, after = list[SegmentEntry](), 0
         for number, index in enumerate(names, 1):
             entry = self._entry(f"paraphrase {number}", (edges[index], edges[index + 1]), after)
@@ -192,20 +206,7 @@ class UndeclaredMask:
         return ""
 
     def _spans(self) -> list[Span]:
-        return list(pairwise((0, *self.inferred.borders, self._prompt.stop)))
-
-    def _isolated(self) -> Iterator[int]:
-        """Yield the numbers of the segments without those that all see, and that see all.
-
-        A text before the first declared segment is shared, and one after the last is the cue.
-        """
-        spans, cells = self._spans(), self._cells
-        last = len(spans) - 1
-        while last > 0 and cells[spans[last][0], : spans[last][0] + 1].all():
-            last -= 1
-        start, stop = first_text_position(self._prompt), spans[0][1]
-        is_shared = last > 0 and start < stop and cells[stop : spans[last][1], start:stop].all()
-        yield from range(int(is_shared or start >= stop), last + 1)
+        return segment_spans(self.inferred.borders, self._prompt)
 
     def _entry(self, label: str, span: Span, after: int) -> SegmentEntry:
         """Return a segment without special tokens and line breaks at its ends."""

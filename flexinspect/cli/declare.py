@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         declaration = mask.declare(args.move or 0, dict(args.border))
     save_file(out, declaration.toml(args.trace.name).encode())
     if args.json:
-        print_json({"file": str(out), "declaration": declaration})
+        print_json({"file": str(out), "declaration": declaration.as_json()})
         return 0
     preset = f", preset {declaration.preset}" if declaration.preset else ""
     print_lines(

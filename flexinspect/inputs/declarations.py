@@ -80,7 +80,7 @@ def _segment_spec(where: str, entry: object) -> SegmentSpec:
     if start >= stop:
         what = f"begins at {start} and ends at {stop}: start must be below stop"
         raise UsageError(f"{where} {what}.")
-    return start, stop, label or f"span {start}-{stop}"
+    return start, stop, label or f"span {start}-{stop - 1}"
 
 
 def check_mask_mod_spec(spec: str) -> None:

@@ -207,9 +207,16 @@ def inferred_segments(reader: TraceReader, generation: int) -> list[tuple[int, i
     found = row.finding.evidence.get("segments") if row is not None else None
     with reader._damage_as_error():
         try:
-            return [(int(start), int(stop), str(text)) for start, stop, text in found or ()]
-        except (TypeError, ValueError, OverflowError):
+            return [_read_segment(each) for each in found or ()]
+        except (TypeError, KeyError, ValueError, OverflowError):
             raise codec.DamagedValueError("a finding lists something else than segments") from None
+
+
+def _read_segment(segment: Any) -> tuple[int, int, str]:
+    if isinstance(segment, Mapping):
+        segment = (segment["start"], segment["stop"], segment["text"])
+    start, stop, text = segment  # a list in earlier traces
+    return int(start), int(stop), str(text)
 
 
 def finding_steps(

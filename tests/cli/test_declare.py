@@ -45,8 +45,8 @@ def test_the_segments_of_the_mask_become_a_declaration(run: Callable[..., Ran]) 
     assert (code, err) == (0, "")
     assert out.splitlines() == [
         "run.toml: 2 segments, preset segment-isolation",
-        '  paraphrase 1  1-7  "What is the money of Japan?"',
-        '  paraphrase 2  9-14  "Name its currency."',
+        '  paraphrase 1  tokens 1-7  "What is the money of Japan?"',
+        '  paraphrase 2  tokens 9-14  "Name its currency."',
         "next  flexinspect run --declare run.toml …",
     ]
     declared = read_declaration(Path("run.toml"))
@@ -80,6 +80,7 @@ def test_borders_that_are_meant_as_they_ran_are_declared_by_their_positions(
         ("What is the money of Japan?", "paraphrase 1"),
         (SECOND - 1, THIRD - 1, "paraphrase 2"),
     )
+    assert "stop the one after its last." in Path("run.toml").read_text("utf-8")
 
 
 def test_text_that_all_segments_see_is_not_declared(run: Callable[..., Ran]) -> None:
@@ -130,7 +131,8 @@ def test_json_has_the_file_and_the_segments(run: Callable[..., Ran]) -> None:
     found = json.loads(out)
     assert (code, found["file"]) == (0, "a b.toml")
     assert found["declaration"]["preset"] == "segment-isolation"
-    assert found["declaration"]["segments"][1]["span"] == [SECOND, THIRD - 1]
+    second = found["declaration"]["segments"][1]
+    assert (second["start"], second["stop"]) == (SECOND, THIRD - 1)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +203,7 @@ def test_a_single_border_can_be_moved(run: Callable[..., Ran], tmp_path: Path) -
     cells = blocks([SECOND - 1, THIRD], reader=THIRD)
     code, out, err = run(cells, "--border", f"{SECOND - 1}={SECOND}")
     assert (code, err) == (0, "")
-    assert '  paraphrase 2  9-14  "Name its currency."' in out
+    assert '  paraphrase 2  tokens 9-14  "Name its currency."' in out
     text = (tmp_path / "run.toml").read_text("utf-8")
     assert f"The border {SECOND - 1} is at {SECOND}." in text
 

@@ -49,7 +49,7 @@ def test_toml_and_json_give_the_same_declaration(name: str, tmp_path: Path) -> N
     assert declaration == Declaration(
         (
             (1, 5, "shared instruction"),
-            (5, 9, "span 5-9"),
+            (5, 9, "span 5-8"),
             "What is it?",
             ("Answer:", "cue the end"),
             ("Cue me", "cue one"),

@@ -54,8 +54,9 @@ def test_a_row_that_continues_document_0_is_reported_with_the_segments() -> None
     (finding,) = look(PACKED, row_of(0))
     assert (finding.id, finding.step, finding.positions) == ("decode.other-segment", 1, (12,))
     assert finding.layers == (0, 1)
-    assert finding.evidence["segments"] == [[0, 3], [3, 8], [8, 12]]
-    assert (finding.evidence["own"], finding.evidence["seen"]) == ([8, 12], [[0, 3]])
+    first, second, own = ({"start": a, "stop": b} for a, b in ((0, 3), (3, 8), (8, 12)))
+    assert finding.evidence["segments"] == [first, second, own]
+    assert (finding.evidence["own"], finding.evidence["seen"]) == (own, [first])
     assert "this row sees all of 0-2, but none of the keys 8-11. It has the first" in (
         finding.sentence
     )
@@ -69,7 +70,7 @@ def test_a_row_that_continues_the_middle_document_has_no_guess_of_padded_ids() -
 def test_left_padding_that_sees_nothing_is_no_segment() -> None:
     padded = PACKED & (KEY >= 3)
     (finding,) = look(padded, row_of(1))
-    assert finding.evidence["segments"] == [[3, 8], [8, 12]]
+    assert finding.evidence["segments"] == [{"start": 3, "stop": 8}, {"start": 8, "stop": 12}]
 
 
 @pytest.mark.parametrize("seen", [(2,), (0, 2), (0, 1, 2), ()])
@@ -113,7 +114,7 @@ def test_a_row_with_the_segment_of_the_system_prompt_is_reported() -> None:
     assert (finding.id, finding.layers, finding.positions) == (
         *("decode.other-segment", (0, 1), (12,)),
     )
-    assert finding.evidence == {"like": 2, "missed": [3, 12], "n_missed": 9}
+    assert finding.evidence == {"like": 2, "missed": {"start": 3, "stop": 12}, "n_missed": 9}
     assert "none of the keys 3-11, of which the last row of the prompt sees 9" in finding.sentence
     assert "filled up with 0 for new tokens" in finding.sentence
 

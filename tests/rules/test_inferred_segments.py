@@ -153,13 +153,14 @@ def test_the_text_is_read_where_mask_and_position_ids_agree() -> None:
 def test_borders_at_lines_are_reported_as_segments_to_confirm() -> None:
     finding = one(look(blocks([SECOND, THIRD], reader=THIRD)), INFERRED)
     assert finding.sentence == (
-        "In all 2 layers the executed mask cuts the prompt into 3 segments: "
+        "In all 2 layers the executed mask cuts the prompt into 2 segments and a cue: "
         '"What is the money of Japan?↵", "Name its currency.↵" and "Answer with one word:". '
         f"{GUESS}"
     )
     assert finding.severity is Severity.NOTE
     assert finding.evidence["borders"] == [SECOND, THIRD]
-    assert finding.evidence["segments"][1] == [SECOND, THIRD, "Name its currency.↵"]
+    second = {"start": SECOND, "stop": THIRD, "text": "Name its currency.↵"}
+    assert finding.evidence["segments"][1] == second
     assert (finding.positions, finding.step, finding.layers) == ((SECOND, THIRD), 0, (0, 1))
 
 
@@ -168,7 +169,7 @@ def test_borders_counted_without_the_bos_are_one_token_before_the_lines() -> Non
     assert finding.sentence == (
         'Every segment border is 1 token early, as if counted without the BOS: position 8 "↵" '
         'begins a segment instead of position 9 "Name" (the beginning of a line). '
-        "In all 2 layers the executed mask cuts the prompt into 3 segments. "
+        "In all 2 layers the executed mask cuts the prompt into 2 segments and a cue. "
         f"{GUESS}"
     )
     assert (finding.evidence["shift"], finding.severity) == (1, Severity.WARNING)
@@ -256,7 +257,7 @@ def test_a_segment_of_the_bos_alone_is_named_by_it() -> None:
     cells = blocks([1, SECOND])
     cells[1:, 0] = False
     finding = one(look(cells), INFERRED)
-    assert finding.evidence["segments"][0] == [0, 1, "<bos>"]
+    assert finding.evidence["segments"][0] == {"start": 0, "stop": 1, "text": "<bos>"}
 
 
 def test_text_before_the_segments_that_all_see_is_a_segment_of_its_own() -> None:
@@ -264,7 +265,8 @@ def test_text_before_the_segments_that_all_see_is_a_segment_of_its_own() -> None
     cells[:, 1:4] = np.tri(len(TEXTS), dtype=bool)[:, 1:4]
     finding = one(look(cells), INFERRED)
     assert finding.evidence["borders"] == [4, SECOND, THIRD]
-    assert finding.evidence["segments"][0] == [0, 4, "What is the"]
+    assert finding.evidence["segments"][0] == {"start": 0, "stop": 4, "text": "What is the"}
+    assert "cuts the prompt into a shared text and " in finding.sentence
 
 
 def test_scripts_without_spaces_have_no_borders_inside_words() -> None:

@@ -105,6 +105,7 @@ def test_spans_counted_without_the_bos_are_one_token_too_early(
         'BOS: \'question 1\' includes position 0 "<bos>" and misses position 7 "?";'
     )
     assert finding.evidence["shift"] == 1
+    assert finding.evidence["declared"][0] == {"label": "question 1", "start": 0, "stop": 7}
     assert (finding.step, finding.positions) == (0, (0, 7, 8, 16, 17, 23))
     assert finding.severity is Severity.WARNING
 

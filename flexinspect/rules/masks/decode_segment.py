@@ -110,7 +110,7 @@ class DecodeSegmentRule(Rule):
                 if self._is_first(layers[0], like)
                 else "."
             )
-            evidence = {"like": like, "missed": [like + 1, newest], "n_missed": n_more}
+            evidence = {"like": like, "missed": _Span(like + 1, newest)._asdict(), "n_missed": n_more}
             yield self.finding(step, OTHER_SEGMENT, sentence, layers, evidence, positions=(newest,))
 
     def _is_first(self, layer: int, like: int) -> bool:
@@ -132,8 +132,11 @@ class DecodeSegmentRule(Rule):
             sentence += (
                 ". It has the first segment's id, as where ids are padded with 0 for new tokens"
             )
-        evidence = {"segments": [list(span) for span in spans], "own": list(own)}
-        evidence["seen"] = [list(span) for span in seen]
+        evidence = {
+            "segments": [span._asdict() for span in spans],
+            "own": own._asdict(),
+            "seen": [span._asdict() for span in seen],
+        }
         positions = (step.kv_before,)
         return self.finding(
             step, OTHER_SEGMENT, f"{sentence}.", layers, evidence, positions=positions

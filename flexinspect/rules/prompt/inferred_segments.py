@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from flexinspect.core.text import capitalize, join_labels, plural, printable, truncate
 from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.prompt import Span
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import format_step_layers
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
@@ -123,6 +124,27 @@ def first_text_position(prompt: PromptTokens, start: int = 0) -> int:
     while start < prompt.stop and prompt.tokens[start - prompt.start].special:
         start += 1
     return start
+
+
+def segment_spans(borders: Borders, prompt: PromptTokens) -> list[Span]:
+    """Return the spans into which borders cut a prompt, in order and without gaps."""
+    edges = pairwise((0, *borders, prompt.stop))
+    return [(start, stop) for start, stop in edges if start < stop]
+
+
+def isolated_spans(
+    cells: npt.NDArray[np.bool_], spans: Sequence[Span], prompt: PromptTokens
+) -> range:
+    """Return which spans are isolated in a mask, (rows, keys): neither seen by all nor seeing all.
+
+    What is before them is shared or has no text, and what is after them is the cue.
+    """
+    last = len(spans) - 1
+    while last > 0 and cells[spans[last][0], : spans[last][0] + 1].all():
+        last -= 1
+    start, stop = first_text_position(prompt), spans[0][1]
+    is_shared = last > 0 and start < stop and cells[stop : spans[last][1], start:stop].all()
+    return range(int(is_shared or start >= stop), last + 1)
 
 
 class ParallelSegments(NamedTuple):
@@ -292,6 +314,7 @@ class InferredSegmentsRule(Rule):
         is_declared = context.declared_spec is not None or context.has_custom_mask_mod
         self._is_active = not is_declared and bool(self._prompt.tokens)
         self._has_segments = bool(self._prompt.pieces or self._prompt.paraphrases)
+        self._parts: dict[Borders, str] = {}  # what borders cut a prompt into
 
     def on_step(self, step: StepRecord) -> Findings:
         """Check the masks of a step with several rows."""
@@ -306,6 +329,8 @@ class InferredSegmentsRule(Rule):
                 continue
             self._is_active = False
             for borders, head in find_segment_borders(mask, self._prompt).items():
+                if mask.cells is not None:
+                    self._count_segments(borders, mask.cells[head])
                 if parallel is not None and mask.cells is not None:
                     seen.setdefault(borders, parallel.under(mask.cells[head]))
                 if not self._has_segments or self._are_between_segments(mask, borders):
@@ -314,6 +339,19 @@ class InferredSegmentsRule(Rule):
             segments = infer_segments(borders, self._prompt, seen.get(borders))
             if segments.is_suspect or not self._has_segments:
                 yield self._make_finding(step, segments, calls)
+
+    def _count_segments(self, borders: Borders, cells: npt.NDArray[np.bool_]) -> None:
+        """Keep what a mask cuts the prompt into: `3 segments and a cue`, as a declaration has."""
+        spans = segment_spans(borders, self._prompt)
+        apart = isolated_spans(cells, spans, self._prompt)
+        if not apart:
+            self._parts.setdefault(borders, plural(len(spans), "segment"))
+            return
+        has_text = first_text_position(self._prompt) < spans[0][1]
+        before = ["a shared text" if has_text else "a beginning without text"] * apart.start
+        after = ["a cue"] if apart.stop < len(spans) else []
+        parts = join_labels([*before, plural(len(apart), "segment"), *after])
+        self._parts.setdefault(borders, parts)
 
     def _are_between_segments(self, mask: MaskRecord, borders: Borders) -> bool:
         """Whether a border is where no declared segment begins, and nothing else reports it."""
@@ -326,11 +364,10 @@ class InferredSegmentsRule(Rule):
     def _make_finding(
         self, step: StepRecord, segments: InferredSegments, calls: Sequence[CallRecord]
     ) -> Finding:
-        layers, edges = layers_of(calls), (0, *segments.borders, self._prompt.stop)
-        spans = [(start, stop) for start, stop in pairwise(edges) if start < stop]
+        layers, spans = layers_of(calls), segment_spans(segments.borders, self._prompt)
         texts = [self._text(start, stop) for start, stop in spans]
         where = format_step_layers(layers, step)
-        cut = f"the executed mask cuts the prompt into {plural(len(spans), 'segment')}"
+        cut = f"the executed mask cuts the prompt into {self._parts[segments.borders]}"
         if segments.is_suspect:
             sentence = f"{self._describe_oddity(segments)}. In {where} {cut}."
         else:
@@ -341,7 +378,10 @@ class InferredSegmentsRule(Rule):
         sentence += f" {_SEGMENTS_ONLY if self._has_segments else guess}"
         evidence = {
             "borders": list(segments.borders),
-            "segments": [[*span, text] for span, text in zip(spans, texts, strict=True)],
+            "segments": [
+                {"start": start, "stop": stop, "text": text}
+                for (start, stop), text in zip(spans, texts, strict=True)
+            ],
         }
         if segments.shift:
             evidence["shift"] = segments.shift

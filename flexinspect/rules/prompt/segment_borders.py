@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from flexinspect.core.text import is_or_are, join_labels, plural, printable
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.prompt import Segment
+from flexinspect.records.prompt import DeclaredSegment, Segment
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import format_step_layers
 from flexinspect.rules.engine import Rule
@@ -115,7 +115,7 @@ class BorderCheck:
         if fault.heads:
             where += f" ({plural(len(fault.heads), 'head')}, first {fault.heads[0]})"
         evidence: dict[str, Any] = {"mask": calls[0].mask, "borders": list(fault.borders)}
-        evidence["declared"] = [[s.label, s.start, s.stop] for s in self._paraphrases]
+        evidence["declared"] = declared_evidence(self._paraphrases)
         evidence |= {"layers": list(layers), "heads": list(fault.heads) or "all"}
         if fault.offsets:
             evidence |= {"shift": fault.offsets[0], "offsets": list(fault.offsets)}
@@ -207,6 +207,11 @@ class BorderCheck:
         if len({token.token_id for token in ends if token is not None}) == len(ends) > 1:
             return "; they all end with different ids, so no EOS separates them"
         return ""
+
+
+def declared_evidence(spans: Iterable[Segment | DeclaredSegment]) -> list[dict[str, Any]]:
+    """Return declared spans with the names that a declaration has for their positions."""
+    return [{"label": one.label, "start": one.start, "stop": one.stop} for one in spans]
 
 
 def limit_names(names: Sequence[str]) -> list[str]:

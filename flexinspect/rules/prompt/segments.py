@@ -162,7 +162,7 @@ class PromptRule(Rule):
             f"{_describe_reason(shift)}."
         )
         positions = sorted({position for _, some in misfits for position in some})
-        declared = [[span.label, span.start, span.stop] for span in spans]
+        declared = segment_borders.declared_evidence(spans)
         evidence = {"shift": n, "declared": declared, "reported_by": shift.source}
         return self._prompt_finding("segments.shifted", sentence, positions, evidence)
 
@@ -194,7 +194,7 @@ class PromptRule(Rule):
             f"summed from pieces encoded one by one; {_quote_label(spans[-1])} begins at "
             f"{self.context.format_position(spans[-1].start)}."
         )
-        declared = [[span.label, span.start, span.stop] for span in spans]
+        declared = segment_borders.declared_evidence(spans)
         evidence, starts = {"offsets": offsets, "declared": declared}, [one.start for one in spans]
         return self._prompt_finding("segments.drift", sentence, starts, evidence, Severity.WARNING)
 
