@@ -108,6 +108,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "mask_values": "flexinspect.rules.masks.mask_values:MaskValuesRule",
         "packed_documents": "flexinspect.rules.masks.packed_documents:PackedDocumentsRule",
         "unused_window": "flexinspect.rules.masks.unused_window:UnusedWindowRule",
+        "window_slots": "flexinspect.rules.masks.window_slots:WindowSlotsRule",
         "windows": "flexinspect.rules.masks.declared_vs_executed:SlidingWindowRule",
         "audit": "flexinspect.rules.numerics.audit_findings:AuditRule",
         "changed_weights": "flexinspect.rules.numerics.changed_weights:ChangedWeightsRule",

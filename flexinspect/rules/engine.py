@@ -412,7 +412,7 @@ CAUSES: Mapping[str, tuple[str, ...]] = {
     "positions.jump": ("mask.text-as-padding",),
     "positions.duplicate": ("mask.text-as-padding",),
     "positions.padding": ("mask.text-as-padding",),
-    "mask.empty-row": ("mask.option-promise",),
+    "mask.empty-row": ("mask.option-promise", "mask.window-slots"),
     "mask.none": _PATH_FINDINGS,
     "mask.layers-differ": (*_PATH_FINDINGS, "mask.window-lost"),
 }

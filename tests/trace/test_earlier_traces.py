@@ -132,6 +132,7 @@ _NEW_RULES = (
     "penalty_sign",
     "sampled_otherwise",
     "assembled_cache",
+    "window_slots",
     "repeated_kv_heads",
     *("mask_values", "open_turn", "packed_documents", "stops_at_prompt"),
 )
