@@ -100,6 +100,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "repeated_kv_heads": "flexinspect.rules.attention.repeated_kv_heads:RepeatedKVHeadsRule",
         "heads": "flexinspect.rules.masks.heads_and_batches:HeadsRule",
         "hidden_keys": "flexinspect.rules.masks.hidden_keys:HiddenKeysRule",
+        "weak_exclusion": "flexinspect.rules.masks.weak_exclusion:WeakExclusionRule",
         "late_binding": "flexinspect.rules.masks.late_binding:LateBindingRule",
         "batches": "flexinspect.rules.masks.heads_and_batches:BatchRowsRule",
         "batch_padding": "flexinspect.rules.masks.heads_and_batches:BatchPaddingRule",

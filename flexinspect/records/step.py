@@ -265,7 +265,10 @@ class MaskRecord(Struct, frozen=True):
     `mask_mod` has its module and qualified name, `mask_mod_source` its file and first line where
     known, and `mask_mod_code` the variables that it reads, see docs/trace-format.md. `heads` is the
     number of heads that the mask was built for; the mask_mod of a mask built for 1 head may still
-    depend on the head.
+    depend on the head. `added` describes what a float mask adds to some open cells, and 0 to the
+    others: the `lowest` and `highest` value below 0, the number of their `cells`, and the `first`
+    one with the lowest (head, row and key). It is None where nothing is added, where any value is
+    above 0, and where the values differ by more than 0.001, as those of a bias by distance do.
 
     Arrays, all of batch 0, are None when they were not evaluated:
 
@@ -295,6 +298,7 @@ class MaskRecord(Struct, frozen=True):
     mask_mod_source: str | None = None
     compiled: bool = False
     mask_mod_code: Mapping[str, Any] | None = None
+    added: Mapping[str, Any] | None = None
     cells: npt.NDArray[np.bool_] | None = None
     uniform_rows: npt.NDArray[np.bool_] | None = None
     partial: npt.NDArray[np.bool_] | None = None

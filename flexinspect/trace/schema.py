@@ -222,7 +222,7 @@ MASKS = define_table(
     "generation branch step fingerprint",
     "fingerprint text, kind text, batch length, heads length, q_len length, kv_len length, "
     "q_offset int, kv_offset length, block_q length?, block_kv length?, mask_mod text?, "
-    "mask_mod_source text?, compiled bool, mask_mod_code object?",
+    "mask_mod_source text?, compiled bool, mask_mod_code object?, added object?",
 )
 ARRAYS = define_table(
     "arrays",

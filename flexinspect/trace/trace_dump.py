@@ -374,6 +374,8 @@ def _mask_lines(mask: records.MaskRecord) -> Iterator[str]:
     blocks = f"blocks {{block_q}} × {{block_kv}}  {how}"
     yield _fill(f"{{fingerprint}}  {{kind}}  {size}{keys}  {blocks}", mask)
     yield _fill("  mask_mod  {mask_mod}  {mask_mod_source}", mask)
+    if mask.added is not None:
+        yield _fill("  added  {added}", mask)
     for name, facts in mask_facts(mask).items():
         yield f"  {name:15}  " + (f"{facts['shape']}  {facts['open']} open" if facts else "-")
 

@@ -33,7 +33,7 @@ NAMES = tuple(sorted(path.name.split(".")[0] for path in FOLDER.glob("*.flextrac
 Digests = dict[str, list[Any]]
 """By section or stream: the number of its rows, and a digest of them."""
 
-_LATER_MASK_KEYS = ("mask_mod_code", "uniform_rows", "mask_mod_blocks")
+_LATER_MASK_KEYS = ("mask_mod_code", "added", "uniform_rows", "mask_mod_blocks")
 _LATER_KEYS = {"anomaly_origin": ("module",), "steps": ("gpus", "lens")}
 """By the name of an object in the JSON: keys that came later."""
 _OLD_DECLARED_KEYS = {

@@ -133,6 +133,7 @@ _NEW_RULES = (
     "sampled_otherwise",
     "assembled_cache",
     "window_slots",
+    "weak_exclusion",
     "repeated_kv_heads",
     *("mask_values", "open_turn", "packed_documents", "stops_at_prompt"),
 )

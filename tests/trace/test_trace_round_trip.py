@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from flexinspect.trace import schema
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.queries import finding_groups
 from flexinspect.trace.reader import TraceReader, open_trace
+from flexinspect.trace.trace_dump import DumpSelection, dump_text
 
 SLOW_OK = settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -209,6 +211,15 @@ def test_averaged_rows_of_a_mask_come_back(tmp_path: Path) -> None:
     expected = replace(mask("x"), uniform_rows=np.array([[False, True, True]]))
     reader = written(tmp_path / "a.flextrace", replace(step(0), masks=(expected,)))
     assert same(reader.mask("x"), expected)
+
+
+def test_what_a_mask_adds_comes_back(tmp_path: Path) -> None:
+    added = {"lowest": -1e-09, "highest": -1e-09, "cells": 4, "first": [0, 2, 1]}
+    expected = replace(mask("x"), kind="float", added=added)
+    reader = written(tmp_path / "a.flextrace", replace(step(0), masks=(expected,)))
+    assert same(reader.mask("x"), expected)
+    text = "".join(dump_text(DumpSelection(reader)))
+    assert f"\n    added  {json.dumps(added)}\n" in text
 
 
 def test_a_mask_that_was_not_evaluated_has_no_cells(tmp_path: Path) -> None:

@@ -64,6 +64,8 @@ def _describe_received_mask(mask: MaskRecord, receiver: str) -> str:
     if mask.mask_mod:
         source = f" ({escape_unprintable(mask.mask_mod_source)})" if mask.mask_mod_source else ""
         parts.append(f"mask_mod {escape_unprintable(mask.mask_mod)}{source}")
+    if mask.added is not None:
+        parts.append(f"{mask.added['lowest']:g} added to {mask.added['cells']} open cells")
     if mask.compiled:
         parts.append("compiled")
     parts.append(f"fingerprint {escape_unprintable(mask.fingerprint)}")

@@ -22,6 +22,9 @@ SOURCE_EVENT = "source"
 MAX_RUNS = 512
 """So are tensors with more runs of equal elements, in row-major order."""
 
+TINY_BIAS = 1e-3
+"""Several values nearer to 0 are recorded as one is: no bias by distance is as small."""
+
 TENSOR_PREFIX = "mask_mod.tensor."
 
 _SIZE_NAMES = ("kind", "batch", "heads", "q_len", "kv_len", "q_offset", "kv_offset", "compiled")
@@ -76,6 +79,7 @@ class MaskRecords:
             block_q=block_q,
             block_kv=block_kv,
             mask_mod=mask.name,
+            added=_added(arrays.get("added"), arrays.get("added_at"), mask),
             cells=_merge_equal_heads(arrays.get("cells")),
             uniform_rows=_merge_equal_heads(averaged if np.any(averaged) else None),
             partial=partial,
@@ -142,6 +146,26 @@ def _block_grid(counts: npt.NDArray[Any] | None, indices: npt.NDArray[Any] | Non
     return grid[..., :n_columns]
 
 
+def _added(
+    values: npt.NDArray[Any] | None, at: npt.NDArray[Any] | None, mask: MaskFacts
+) -> dict[str, Any] | None:
+    """Return `MaskRecord.added`; None where a mask adds nothing, or a bias of several values."""
+    if values is None or at is None:
+        return None
+    lowest, highest, highest_below = values
+    is_one = lowest == highest_below or lowest > -TINY_BIAS
+    if not (highest == 0 and lowest < 0 and is_one):  # NaN is none of these
+        return None
+    row, key = divmod(int(at[0]), mask.kv_len)
+    return {
+        # As text, because 1e-09 has more digits as a double than the float32 of the mask.
+        "lowest": float(str(lowest)),
+        "highest": float(str(highest_below)),
+        "cells": int(at[1]),
+        "first": [*divmod(row, mask.q_len), key],
+    }
+
+
 def _merge_equal_heads(cells: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
     """Return cells with one head if all heads are equal, else all cells."""
     if cells is None or len(cells) == 1:
@@ -160,6 +184,8 @@ def _fingerprint(record: MaskRecord, mask: MaskFacts) -> str:
     for bits in (record.cells, record.uniform_rows):
         if bits is not None:
             digest.update(np.packbits(bits).tobytes())
+    if record.added is not None:
+        digest.update(str(record.added).encode())
     for grid in (record.partial, record.full, record.mask_mod_blocks):
         if grid is not None:
             digest.update(grid.tobytes())

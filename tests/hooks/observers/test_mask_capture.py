@@ -613,6 +613,53 @@ def test_transformers_flex_adds_the_first_head_of_a_dense_mask(prompt: Prompt) -
         assert seen.bias.shape == (1, n)
 
 
+@pytest.mark.parametrize(
+    ("values", "added"),
+    [
+        ((0.0, -2.0), {"lowest": -2.0, "highest": -2.0, "cells": 1, "first": [0, 4, 2]}),
+        ((-1e-9, -2e-9), {"lowest": -2e-9, "highest": -1e-9, "cells": 2, "first": [0, 4, 2]}),
+        ((0.0, 0.0), None),
+        ((-1.0, -2.0), None),
+        ((0.5, -2.0), None),
+        ((-1e9, -torch.inf), None),
+    ],
+)
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_one_value_that_a_float_mask_adds_is_recorded(
+    llama: Any, prompt: Prompt, values: tuple[float, float], added: Any, backend: str
+) -> None:
+    n = len(prompt.ids)
+    mask = torch.full((1, 1, n, n), -torch.inf).triu(1)
+    mask[0, 0, 4, 1:3] = torch.tensor(values)
+    sink, _ = forward(llama, prompt, mask, backend)
+    assert sink.mask_of(sink.steps[0].calls[0]).added == added
+
+
+def test_masks_that_add_other_values_are_two_masks(llama: Any, prompt: Prompt) -> None:
+    n = len(prompt.ids)
+    masks_ = [torch.full((1, 1, n, n), -torch.inf).triu(1) for _ in range(2)]
+    masks_[1][..., -1, 0] = -2.0
+    sinks = [forward(llama, prompt, mask, "eager")[0] for mask in masks_]
+    records = [sink.mask_of(sink.steps[0].calls[0]) for sink in sinks]
+    assert records[0].fingerprint != records[1].fingerprint
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_added_values_are_the_same_in_numpy(rows: int) -> None:
+    values = torch.zeros(2, rows, 6)
+    values[1, -1, 2:5] = torch.tensor([-1.0, -2.0, -2.0])
+    values[..., 5] = torch.finfo(torch.float32).min
+    by_torch = mask_capture.added_values("m.", torch, values)
+    by_numpy = mask_capture.added_values("m.", np, values.numpy())
+    assert {name: value.tolist() for name, value in by_torch.items()} == {
+        "m.added": [-2.0, 0.0, -1.0],
+        "m.added_at": [2 * rows * 6 - 3, 3],
+    }
+    assert {name: value.tolist() for name, value in by_numpy.items()} == {
+        name: value.tolist() for name, value in by_torch.items()
+    }
+
+
 # -- the soft cap ----------------------------------------------------------------------------------
 
 

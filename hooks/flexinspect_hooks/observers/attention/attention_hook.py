@@ -244,7 +244,7 @@ class AttentionHook(Hook):
         if step.level == "extreme":
             self._store_qkv(refs, buffer)
         for mask in masks:
-            mask.cells = mask.averaged = mask.bias = mask.mask_mod_blocks = None
+            mask.cells = mask.averaged = mask.bias = mask.added = mask.mask_mod_blocks = None
         codes: tuple[LayerCode, ...] = ()
         late: tuple[LateBinding, ...] = ()
         calls = series.fields

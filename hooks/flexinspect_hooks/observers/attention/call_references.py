@@ -27,14 +27,16 @@ class CapturedMask(MaskFacts):
     heads share it; None at level basic and for masks that are too large. `averaged`, bool (1 or
     heads, q_len), marks rows of a float mask that are at its lowest float throughout. `bias` (1 or
     heads, kv_len) is what a dense mask adds to the scores of the newest row, 0 where closed.
-    `mask_mod_blocks` is what the mask_mod of a compiled call opens, as in `MaskRecord`. The tensors
-    are dropped before the writer thread gets the mask: their values go through the buffer.
+    `added` (1 or heads, rows, kv_len) is what a float mask adds in every row. `mask_mod_blocks` is
+    what the mask_mod of a compiled call opens, as in `MaskRecord`. The tensors are dropped before
+    the writer thread gets the mask: their values go through the buffer.
     """
 
     mask_mod: Any = None
     cells: Tensor | None = None
     averaged: Tensor | None = None
     bias: Tensor | None = None
+    added: Tensor | None = None
     mask_mod_blocks: Tensor | None = None
     is_open: bool = False
     """Whether every cell is known to be open."""

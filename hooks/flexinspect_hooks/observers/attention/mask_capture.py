@@ -7,7 +7,9 @@ batch 0; other batch rows are not recorded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,6 +116,10 @@ class MaskCapture:
         for name in ("cells", "averaged", "mask_mod_blocks"):
             if (tensor := getattr(mask, name)) is not None:
                 buffer.put(f"mask.{number}.{name}", tensor)
+        if mask.added is not None:
+            # The mask of several rows is the program's own tensor, which may change later.
+            describe = partial(added_values, f"mask.{number}.")
+            buffer.defer(describe, wait=mask.added.shape[1] == 1, values=mask.added)
         return mask
 
     def _left_open(
@@ -270,7 +276,7 @@ def _executed(ref: AttentionCall, mask: CapturedMask, indices: _IndexTensors) ->
 
 
 def _dense_cells(ref: AttentionCall, mask: CapturedMask, indices: _IndexTensors) -> Tensor | None:
-    """Return the open cells of a dense mask, and set `mask.bias` of the newest row.
+    """Return the open cells of a dense mask; set `mask.bias` of the newest row, and `mask.added`.
 
     Eager attention and transformers' flex add every mask, so a bool mask closes nothing there: it
     adds 1 to the scores of its open cells. Transformers' flex reads head 0 for all heads.
@@ -288,7 +294,20 @@ def _dense_cells(ref: AttentionCall, mask: CapturedMask, indices: _IndexTensors)
         return indices.all_open(mask)
     cells = _float_cells(tensor, mask)
     mask.bias = tensor[:, -1].float().masked_fill(~cells[:, -1], 0.0)
+    if tensor.numel() and _may_add(tensor, cells, mask.bias):
+        mask.added = mask.bias[:, None] if tensor.shape[1] == 1 else tensor.float()
     return cells
+
+
+def _may_add(tensor: Tensor, cells: Tensor, bias: Tensor) -> bool:
+    """Whether a float mask may add other values than 0 to open cells, `bias` in its newest row.
+
+    Most masks add none. On a CPU this is found in a fraction of the time of `added_values`; on an
+    accelerator the program would wait for the answer.
+    """
+    if tensor.device.type != "cpu":
+        return True
+    return bool(bias.any()) if tensor.shape[1] == 1 else not torch.equal(tensor == 0, cells)
 
 
 def _float_cells(tensor: Tensor, mask: CapturedMask) -> Tensor:
@@ -303,6 +322,21 @@ def _float_cells(tensor: Tensor, mask: CapturedMask) -> Tensor:
     lowest = (top <= CLOSED_SCORE) & (top > -torch.inf)
     mask.averaged = (lowest & (top * torch.finfo(tensor.dtype).eps <= -1))[..., 0]
     return (tensor > CLOSED_SCORE) | (lowest & (tensor == top))
+
+
+def added_values(prefix: str, xp: Any, values: Any) -> dict[str, Any]:
+    """Return what a float mask (heads, rows, keys) adds to open cells, for `MaskRecord.added`.
+
+    `added` has the lowest value, the highest, and the highest below 0; `added_at` the index of the
+    first cell with the lowest, and the number of those below 0. Nothing is read back from a GPU.
+    """
+    values = xp.where(values > CLOSED_SCORE, values, 0.0)
+    below = values < 0
+    highest_below = xp.where(below, values, -math.inf).max()
+    return {
+        f"{prefix}added": xp.stack([values.min(), values.max(), highest_below]),
+        f"{prefix}added_at": xp.stack([values.argmin(), below.sum()]),
+    }
 
 
 class _IndexTensors:
