@@ -14,6 +14,9 @@ from support.planting import of, one, planted, serious
 from support.tiny import FAMILIES, ids, make_model
 
 from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.step import BuildRecord, CallRecord, GenerationRecord, StepRecord
+from flexinspect.rules.attention.kernel_path import KernelPathRule
+from flexinspect.rules.context import RuleContext
 
 PROMPT = 15
 SPANS = [(1, 7), (9, 15)]
@@ -200,6 +203,31 @@ def test_the_same_mask_in_each_layer_for_heads_that_share_it(tmp_path: Path) -> 
     assert built.evidence["builds"] == 3
     assert "(grid 1 x 4 x 15 x 15, " in built.sentence
     assert ", for 4 heads that all share it." in built.sentence
+
+
+def needless(n: int, layers: int, ms: float) -> Finding:
+    """Return the finding of one step, of which each layer builds the mask of n x n cells."""
+    calls = [
+        CallRecord(layer, "flex", "own", "f" * 16, 1, 2, 2, n, n, 8, "torch.float32", 1.0)
+        for layer in range(layers)
+    ]
+    builds = [BuildRecord(layer, None, None, n, n, "own.rule", ms, 0) for layer in range(layers)]
+    step = StepRecord(
+        *(0, 0, "prefill", n, 0, n, 0.0, 100.0, 0.1), calls=tuple(calls), builds=tuple(builds)
+    )
+    context, rule = RuleContext(), KernelPathRule()
+    context.start_generation(GenerationRecord(0, "s", "m", "c", (), ()))
+    rule.on_generation_start(context)
+    context.add_step(step)
+    return one(list(rule.on_step(step)), "path.needless-builds")
+
+
+@pytest.mark.parametrize("ms", [0.1, 90.0])
+def test_needless_builds_are_as_severe_on_a_busy_machine_as_on_an_idle_one(ms: float) -> None:
+    costly, short, few = needless(2048, 4, ms), needless(512, 16, ms), needless(4096, 3, ms)
+    assert costly.severity is Severity.WARNING
+    assert costly.evidence["needless_cells"] == 3 * 2048 * 2048
+    assert {short.severity, few.severity} == {Severity.NOTE}
 
 
 def test_an_unchanged_mask_that_is_built_for_each_sequence(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Programs that never run FlexAttention have no findings, except for suppressed ex
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,8 +20,11 @@ from flexinspect.rules.attention.kernel_failures import KERNEL_FAILED_EVENT
 from flexinspect.rules.context import format_step_layers
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
 
-COSTLY_LAYERS, COSTLY_MS, COSTLY_SHARE = 4, 50.0, 0.2
-"""Needless builds are a warning from this many layers, milliseconds and share of the step."""
+COSTLY_LAYERS, COSTLY_CELLS = 4, 2048 * 2048
+"""Needless builds are a warning from this many layers and cells that are evaluated again.
+
+Times are left out: under load they differ between runs, and the exit code must not.
+"""
 MIN_UNCHANGED_STEPS = 3  # consecutive steps with a rebuilt unchanged mask, until it is reported
 
 _DIGITS = re.compile(r"\d+")  # they differ between the messages of steps and layers
@@ -282,9 +286,10 @@ class KernelPathRule(Rule):
             f"{format_step_layers(layers, step)} (grid {grid}, {ms:.1f} ms, "
             f"mask_mod {printable(first.mask_mod)}){heads}."
         )
-        is_slow = spare >= COSTLY_MS and spare >= COSTLY_SHARE * step.wall_ms
-        is_costly = is_slow and len(layers) >= COSTLY_LAYERS
-        evidence = {"builds": len(builds), "grid": grid, "ms": round(ms, 2)}
+        cells = math.prod(grid_sizes(first)) * (len(builds) - 1)
+        is_costly = cells >= COSTLY_CELLS and len(layers) >= COSTLY_LAYERS
+        evidence = {"builds": len(builds), "grid": grid, "needless_cells": cells}
+        evidence["ms"] = round(ms, 2)
         peak_growth = sum(build.peak_growth for build in builds)
         evidence |= {"needless_ms": round(spare, 2), "peak_growth": peak_growth}
         evidence["heads_ignored"] = heads_ignored
