@@ -93,7 +93,7 @@ class InferredDeclaration(Struct, frozen=True):
         where = f"generation {self.generation} of {ensure_printable(trace)}"
         lines = [
             f"# Read from the mask that ran in {where}.{moved}",
-            "# Correct what you meant otherwise; the next run is compared with this file.",
+            "# Change what is not as you meant it; the next run is compared with this file.",
         ]
         if self.preset is not None:
             lines.append(f"mask = {_quote(self.preset)}")
@@ -199,7 +199,11 @@ class UndeclaredMask:
         """Return what is odd about the borders as they ran, "" if nothing is."""
         inferred = self.inferred
         if inferred.shift:
-            return f"Every border of the executed mask is {inferred.describe_distance()}."
+            where = inferred.describe_distance()
+            if inferred.is_cut and len(inferred.borders) > 1:
+                others = "and each other one is as far from the edge of a list of token ids"
+                return f"The first border of the executed mask is {where}, {others}."
+            return f"Every border of the executed mask is {where}."
         if inferred.is_suspect:
             odd = ", ".join(map(str, sorted((*inferred.in_words, *inferred.before_breaks))))
             return f"Borders inside a word or before a line break: at position {odd}."

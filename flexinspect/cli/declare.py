@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flexinspect.cli.output import print_json, print_lines
 from flexinspect.core.errors import UsageError
+from flexinspect.core.text import plural
 
 DESCRIPTION = """Write the segments of a recorded prompt to a declaration file. They are those into
 which the executed mask cuts the prompt. With the file, the next run is compared with what you
@@ -68,9 +69,8 @@ def run(args: argparse.Namespace) -> int:
     with open_trace(args.trace) as reader, reader.snapshot():
         mask = UndeclaredMask(reader, args.generation)
         if args.move is None and not args.border and (odd := mask.describe_oddity()):
-            shift = mask.inferred.shift
-            fit = f"--move {shift} declares the lines, " if shift else ""
-            raise UsageError(odd, hint=f"Say what you meant: {fit}--move 0 the mask as it ran.")
+            hint = f"Say what you meant: {_describe_moves(mask.inferred.shift)}."
+            raise UsageError(odd, hint=hint)
         declaration = mask.declare(args.move or 0, dict(args.border))
     save_file(out, declaration.toml(args.trace.name).encode())
     if args.json:
@@ -86,3 +86,12 @@ def run(args: argparse.Namespace) -> int:
         ]
     )
     return 0
+
+
+def _describe_moves(shift: int) -> str:
+    """Return what the flags do with suspect borders, 0: no move of all puts them right."""
+    fit = "--border OLD=NEW moves one border"
+    if shift:
+        side = "later" if shift > 0 else "earlier"
+        fit = f"--move {shift} puts every border {plural(abs(shift), 'token')} {side}"
+    return f"{fit}, --move 0 leaves them as they ran"

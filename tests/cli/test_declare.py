@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import to_builtins
 from support.undeclared import SECOND, TEXTS, THIRD, blocks, write
 
 from flexinspect.cli.main import main
 from flexinspect.inputs.declarations import read_declaration
 from flexinspect.masks import mask_presets
-from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect.records.prompt import PromptPart, Segment, SegmentKind
 
 Ran = tuple[int, str, str]
 AS_MEANT = blocks([SECOND, THIRD], reader=THIRD)
@@ -61,8 +62,26 @@ def test_suspect_borders_are_only_declared_with_a_choice(run: Callable[..., Ran]
     code, out, err = run(ONE_EARLY)
     assert (code, out) == (2, "")
     assert "Every border of the executed mask is 1 token before the beginning of a line." in err
-    assert "--move 1 declares the lines, --move 0 the mask as it ran." in err
+    assert "--move 1 puts every border 1 token later, --move 0 leaves them as they ran." in err
     assert not Path("run.toml").exists()
+
+
+def test_borders_that_divide_lists_of_ids_are_described_by_the_lists(
+    run: Callable[..., Ran],
+) -> None:
+    parts = [PromptPart("questions[0]", 1, SECOND), PromptPart("questions[1]", SECOND, THIRD)]
+    texts = ["<bos>", *(f"<{n}>" for n in range(1, len(TEXTS)))]
+    code, _, err = run(ONE_EARLY, texts=texts, declared={"parts": to_builtins(parts)})
+    assert code == 2
+    assert "The first border of the executed mask is 1 token before the beginning of questions[1]" in err
+    assert "each other one is as far from the edge of a list of token ids." in err
+    assert "--move 1 puts every border 1 token later" in err
+
+
+def test_borders_without_a_move_for_all_are_moved_one_by_one(run: Callable[..., Ran]) -> None:
+    code, _, err = run(blocks([SECOND - 1, THIRD], reader=THIRD))
+    assert code == 2
+    assert "--border OLD=NEW moves one border, --move 0 leaves them as they ran." in err
 
 
 def test_moved_borders_declare_the_lines(run: Callable[..., Ran]) -> None:
