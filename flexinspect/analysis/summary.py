@@ -42,7 +42,9 @@ class TraceSummary(Struct, frozen=True):
 
     def closing_lines(self) -> list[str]:
         """Return the lines of the findings, and the command that opens the trace."""
-        lines = [f"  {f.severity}: {escape_unprintable(f.sentence)}" for f in self.findings]
+        lines = [
+            f"  {f.severity}: {escape_unprintable(f.sentence)}  [{f.id}]" for f in self.findings
+        ]
         return [*lines, *([f"  {self._more()}"] if self._more() else ()), *self._commands()]
 
     def html(self) -> str:
@@ -111,7 +113,7 @@ def _findings_table(findings: tuple[Finding, ...]) -> str:
         cells = (
             f'<span style="{badge}">{finding.severity}</span>',
             escape(describe_place(finding)),
-            escape(escape_unprintable(finding.sentence)),
+            f"{escape(escape_unprintable(finding.sentence))} <code>[{escape(finding.id)}]</code>",
         )
         row = "".join(f'<td style="{_CELL}">{cell}</td>' for cell in cells)
         rows += f"<tr>{row}</tr>"
