@@ -187,13 +187,14 @@ def _print_error(sentence: str) -> None:
 def _print_remaining_parts(path: Path) -> None:
     """Print what a truncated trace still contains, and how to open it."""
     from flexinspect.core.environment import command_path
-    from flexinspect.trace.file.salvage import describe_readable, is_repairable
+    from flexinspect.trace.file.salvage import OFFER, describe_readable, is_repairable
 
     for line in describe_readable(path)[1:]:
         print(line, file=sys.stderr)
     if is_repairable(path):
+        # The interface prints this too, so it says what to choose there.
         command = f"flexinspect open {command_path(path)}"
-        print(f"To see that, in a terminal: {command}", file=sys.stderr)
+        print(f'To see that, in a terminal: {command}, then "{OFFER}".', file=sys.stderr)
     else:
         print("It cannot be opened without the missing part.", file=sys.stderr)
 

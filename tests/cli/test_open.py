@@ -20,6 +20,7 @@ from flexinspect.trace import schema
 from flexinspect.trace.file import salvage
 from flexinspect.trace.file import salvage as schemapages
 from flexinspect.trace.file.salvage import (
+    OFFER,
     delete_repaired_copy,
     describe_readable,
     is_repairable,
@@ -153,7 +154,8 @@ def test_a_small_trace_that_lost_part_of_its_schema_is_read_step_by_step(
     errors = capsys.readouterr().err
     assert f"cut short at {kept} bytes" in errors
     assert left[1] in errors
-    assert f"To see that, in a terminal: flexinspect open {path}" in errors
+    told = f'To see that, in a terminal: flexinspect open {path}, then "{OFFER}".'
+    assert told in errors
 
 
 def test_a_trace_of_another_build_that_lost_part_of_its_schema_is_not_opened(

@@ -19,6 +19,7 @@ from flexinspect.trace import schema
 from flexinspect.trace.file import connections
 from flexinspect.trace.file.connections import HEADER_BYTES
 
+OFFER = "Open what is left of it, as a copy"  # what the interface offers for a repairable trace
 MAX_COPIED_BYTES = 2 << 30  # size in bytes above which a damaged file is not copied
 MAX_COUNTING_S = 2.0  # seconds spent at most on counting the readable rows of a file
 _COPY_PREFIX = "flexinspect-left-"

@@ -384,7 +384,7 @@ class UnreadableTraceScreen(Screen[None]):
             Option(Content(f"Open {escape_unprintable(str(path))}")) for path in self._others
         ]
         if self._offers_copy:
-            options.insert(0, Option(Content("Open what is left of it, as a copy"), id="copy"))
+            options.insert(0, Option(Content(salvage.OFFER), id="copy"))
         return options
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
