@@ -50,9 +50,14 @@ _DEFAULT_SECONDS = 120.0
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "%(prog)s [options] SCRIPT.py [--] [its arguments]\n"
-        "       %(prog)s [options] -m MODULE [--] [its arguments]\n       %(prog)s TRACE"
+        "       %(prog)s [options] -m MODULE [--] [its arguments]\n       %(prog)s [options] TRACE"
     )
-    run_flags.add_program_flags(parser)
+    run_flags.add_program_flags(parser, 'the group "the audit"')
+    _add_audit_flags(parser)
+
+
+def _add_audit_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the audit of a program and of a trace."""
     add = parser.add_argument_group("the audit").add_argument
     seconds = f"for the audits of all generations (default: {_DEFAULT_SECONDS:g})"
     add("--seconds", type=float, default=_DEFAULT_SECONDS, metavar="S", help=seconds)
@@ -72,6 +77,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the audit; return 1 if a step differs, or if none was judged."""
+    _take_flags_after_trace(args)
     with errors_as_json(args.json, audits=[], findings=[]):
         if not hasattr(args, "program") and not hasattr(args, "module"):
             raise UsageError("Name a script, -m MODULE or a trace to audit.")
@@ -116,9 +122,18 @@ def _trace_of(args: argparse.Namespace) -> Path | None:
     if not program or not program[0].endswith(".flextrace"):
         return None
     if len(program) > 1:
-        hint = "Name one trace, or a script; flags come before it."
-        raise UsageError("A trace takes no arguments.", hint=hint)
+        what = f"{escape_unprintable(program[1])} after the trace is unknown."
+        raise UsageError(what, hint="Name one trace; flexinspect audit --help lists the flags.")
     return Path(program[0])
+
+
+def _take_flags_after_trace(args: argparse.Namespace) -> None:
+    """Move flags of ours that stand after a trace to `args`: it is no program to receive them."""
+    program = getattr(args, "program", ())
+    if program and program[0].endswith(".flextrace"):
+        flags = argparse.ArgumentParser("flexinspect audit", add_help=False)
+        _add_audit_flags(flags)
+        _, args.program[1:] = flags.parse_known_args(program[1:], args)
 
 
 def _check_model(name: str) -> None:

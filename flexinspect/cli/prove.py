@@ -46,6 +46,7 @@ docs/proofs.md describes each kind.
 exit codes: 0 the proof holds, 1 it does not (or the run failed), 2 invalid request,
 130 interrupted
 """
+_PROGRAM_FLAGS = ("--declare", "--cache-check", "--call", "--add-to", "--threads", "--json")
 _DEFAULT_NEW_TOKENS = {"isolation": 4, "order": 1, "kernel": 2, "cache": 16}
 
 
@@ -54,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     kinds = "|".join(PROOF_KINDS)
     parser.add_argument("proof", choices=PROOF_KINDS, metavar=kinds, help="what to prove")
-    run_flags.add_program_flags(parser)
+    run_flags.add_program_flags(parser, 'the group "the proof"')
     run_flags.add_generation_flags(parser)
     add = parser.add_argument_group("the proof", argument_default=argparse.SUPPRESS).add_argument
     tokens = ", ".join(f"{kind} {n}" for kind, n in _DEFAULT_NEW_TOKENS.items())
@@ -102,7 +103,8 @@ def _program_proofs(args: argparse.Namespace) -> Iterator[Any]:
     """Yield the proof of the user's program. With --json, the program's output goes to stderr."""
     from flexinspect.core import plugins
 
-    job = ScriptJob(out="", threads=args.threads, **run_command.program_options(args))
+    options = run_command.program_options(args, accepted=_PROGRAM_FLAGS)
+    job = ScriptJob(out="", threads=args.threads, **options)
     if job.declaration.separators != "attached":
         raise UsageError('A proof supports only separators = "attached".')
     prove = plugins.load(plugins.CAPTURE, "prove-script")

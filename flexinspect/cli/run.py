@@ -60,6 +60,7 @@ SCRIPT_FLAGS = (
     *("--declare", "--level", "--layers", "--select", "--out", "--overwrite", "--share"),
     *("--max-size", "--audit-seconds", "--invariants"),
     *("--no-ui", "--json", "--verbose", "--log-file", "--threads", "--serve", "--no-control"),
+    "--insecure-bind",
     "--low-bandwidth",
     *("--break", "--wait", "--interactive"),
     *("--debugpy", "--wait-for-client", "--debugpy-expose", "--pdb"),
@@ -421,8 +422,14 @@ def check_program_flags(args: argparse.Namespace, *names: str) -> None:
             raise UsageError(f"--{name} needs a program of your own.", hint=hint)
 
 
-def program_options(args: argparse.Namespace, other_flags: Sequence[str] = ()) -> dict[str, Any]:
+def program_options(
+    args: argparse.Namespace,
+    other_flags: Sequence[str] = (),
+    accepted: Sequence[str] = SCRIPT_FLAGS,
+) -> dict[str, Any]:
     """Return the fields of `ScriptJob` that name the program.
+
+    `accepted` are the flags of the command that go with a program, for the message.
 
     Raises `UsageError` for a flag of another kind of run, a missing program, a bad declaration.
     """
@@ -433,7 +440,7 @@ def program_options(args: argparse.Namespace, other_flags: Sequence[str] = ()) -
     rest = rest[1:] if rest[:1] == ["--"] else rest
     given = [f"--{name.replace('_', '-')}" for name in vars(args) if name in _GENERATION_ARGS]
     for flag in (*given, *other_flags):
-        hint = f"A program accepts {', '.join(SCRIPT_FLAGS)}; its own flags come after it."
+        hint = f"A program accepts {', '.join(accepted)}; its own flags come after it."
         what = f"{flag} applies to generations of flexinspect (--model), not to {program}."
         raise UsageError(what, hint=hint)
     if not is_module:

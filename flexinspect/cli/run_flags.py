@@ -22,7 +22,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "%(prog)s [options]\n       %(prog)s [options] SCRIPT.py [--] [its arguments]\n"
         "       %(prog)s [options] -m MODULE [--] [its arguments]"
     )
-    add_program_flags(parser)
+    groups = "the groups capture and output, debugger, breakpoints and control (without --hold)"
+    add_program_flags(parser, groups)
     add_generation_flags(parser)
     _add_decoding_flags(parser)
     _add_capture_flags(parser)
@@ -36,13 +37,15 @@ def _add_group(parser: argparse.ArgumentParser, title: str, text: str | None = N
     return parser.add_argument_group(title, text, argument_default=argparse.SUPPRESS)
 
 
-def add_program_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that name the user's program, and its declaration."""
+def add_program_flags(parser: argparse.ArgumentParser, groups: str) -> None:
+    """Add the arguments that name the user's program, and its declaration.
+
+    `groups` names the other groups of the command whose flags apply to a program.
+    """
     add = _add_group(
         parser,
         "a program of your own",
-        "only the flags of this group and of the groups capture and output, debugger, breakpoints "
-        "and control apply to it",
+        f"only the flags of this group and of {groups} apply to it",
     ).add_argument
     # PARSER consumes all following arguments, flags included; it is required by default.
     own = {"nargs": argparse.PARSER}

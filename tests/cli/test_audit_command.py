@@ -49,6 +49,8 @@ def test_a_program_is_audited_and_its_trace_keeps_the_result(
     assert told["audits"][0]["explanation"]["later"] == 4
     assert main(["audit", "--stored", str(out)]) == 1
     text = capsys.readouterr().out
+    assert main(["audit", str(out), "--stored"]) == 1
+    assert capsys.readouterr().out == text
     assert "error  audit.reproduced  Layer 0, step 0:" in text
     assert "From the digests" not in text
 
@@ -112,7 +114,8 @@ def test_a_program_of_which_nothing_was_judged_does_not_pass(tmp_path: Path) -> 
     ("arguments", "sentence"),
     [
         ([], "Name a script, -m MODULE or a trace to audit."),
-        (["a.flextrace", "more"], "A trace takes no arguments."),
+        (["a.flextrace", "more"], "more after the trace is unknown."),
+        (["a.flextrace", "--stored", "--other"], "--other after the trace is unknown."),
         (["--seconds", "0", __file__], "--seconds must be above 0."),
         (["--stored", __file__], "--model and --stored go with a trace"),
         (["--model", "demo", __file__], "--model and --stored go with a trace"),
