@@ -37,6 +37,9 @@ class _Segment(Struct, forbid_unknown_fields=True):
     kind: _Kind | None = None
 
 
+_NO_PRESET = "For another mask, leave mask out: the segments are compared then, not the cells."
+
+
 class _DeclarationFile(Struct, forbid_unknown_fields=True):
     mask: str | None = None
     separators: Literal["attached", "isolated"] = "attached"
@@ -55,7 +58,7 @@ def read_declaration(file: Path) -> Declaration:
             raise UsageError(f"{file}: {what}.")
     if declared.mask is not None:
         try:
-            mask_presets.check_preset(declared.mask)
+            mask_presets.check_preset(declared.mask, _NO_PRESET)
         except MaskError as error:
             raise UsageError(f"{file}: {error.message}", hint=error.hint) from error
     return Declaration(specs, declared.mask, declared.separators)

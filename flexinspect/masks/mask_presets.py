@@ -103,16 +103,20 @@ def declared_spec(declared: Mapping[str, Any]) -> MaskSpec | None:
     return MaskSpec(str(declared.get("preset", "declared")), starts, prefix_stops, local_starts)
 
 
-def check_preset(name: str) -> None:
-    """Raise `MaskError` with the known presets, and the nearest one, for an unknown preset."""
+OWN_MASK_FLAG = "Pass your own mask_mod as --mask package.module:function."
+
+
+def check_preset(name: str, hint: str = OWN_MASK_FLAG) -> None:
+    """Raise `MaskError` with the known presets for an unknown preset.
+
+    Its hint is the preset with the most similar name, or else `hint`.
+    """
     if name in PRESETS:
         return
     near = difflib.get_close_matches(name, PRESETS, n=1)
     raise MaskError(
         f"The mask '{name}' is unknown; the presets are {', '.join(PRESETS)}.",
-        hint=f"Did you mean {near[0]}?"
-        if near
-        else "Pass your own mask_mod as --mask package.module:function.",
+        hint=f"Did you mean {near[0]}?" if near else hint,
     )
 
 

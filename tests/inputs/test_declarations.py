@@ -88,6 +88,7 @@ BAD = {
         "segments[0] is not valid: Object contains unknown field `begin` (known: start, stop, te",
     ),
     "preset": ("mask = 'casual'", "The mask 'casual' is unknown; the presets are segme"),
+    "no preset": ("mask = 'nope'", "\nFor another mask, leave mask out: the segments are compared"),
     "mask type": ("mask = 1", "is not valid in mask: Expected `str | null`, got `int`."),
     "separators": (
         "separators = 'no'",

@@ -85,7 +85,7 @@ def encode_segments(
 def check_declared_mask(mask: object) -> None:
     """Raise `UsageError` unless `mask` is None, the name of a preset, or a `MaskSpec`."""
     if isinstance(mask, str):
-        mask_presets.check_preset(mask)
+        mask_presets.check_preset(mask, "For another mask, pass a MaskSpec, or leave mask out.")
     elif mask is not None and not isinstance(mask, MaskSpec):
         raise UsageError(
             "mask must be the name of a preset or a flexinspect.masks.mask_presets.MaskSpec."
