@@ -43,8 +43,11 @@ def judge_isolation(
         for index, one in enumerate(segments)
         if one.kind is SegmentKind.PARAPHRASE and len(one)
     ]
+    if not paraphrases:
+        what = "no paraphrases are declared (--declare FILE names those of a program)"
+        return IsolationVerdict(None, what)
     if len(paraphrases) < 2:
-        return IsolationVerdict(None, "the prompt has fewer than two paraphrases")
+        return IsolationVerdict(None, "the prompt has only one paraphrase")
     layers: dict[str, list[int]] = {}
     for call in reader.calls(generation, step, branch):
         layers.setdefault(call.mask or "", []).append(call.layer)

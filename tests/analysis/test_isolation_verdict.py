@@ -77,5 +77,6 @@ def test_a_newest_row_that_misses_a_paraphrase_fails() -> None:
 def test_what_cannot_be_judged_is_said_and_does_not_pass() -> None:
     assert judge(None).label == "SKIP"
     assert "level basic" in judge(None).sentence
-    assert "fewer than two" in judge(isolated(), segments=SEGMENTS[:3]).sentence
+    assert "only one paraphrase" in judge(isolated(), segments=SEGMENTS[:3]).sentence
+    assert "no paraphrases are declared" in judge(isolated(), segments=SEGMENTS[:1]).sentence
     assert "no attention call" in judge().sentence
