@@ -353,8 +353,7 @@ def describe_step(data: PathData) -> list[str]:
     lines += _describe_masks(data)
     passed = _layers_by_text((call.mask_passed_to_layer, call.layer) for call in data.calls)
     lines += [
-        f"{_format_layers(layers)} received the mask '{escape_unprintable(mask)}', but its kernel "
-        "received another one."
+        f"{_format_layers(layers)} received {_describe_passed_mask(mask)}."
         for mask, layers in passed.items()
     ]
     lines += [_describe_builds(data.builds)] if data.builds else []
@@ -367,6 +366,13 @@ def describe_step(data: PathData) -> list[str]:
     used = dict.fromkeys(call.backend for call in data.calls if call.backend)
     backends = ", ".join(map(escape_unprintable, used)) or "unknown"
     return [*lines, _describe_lse_check(data), f"Backend: {backends}."]
+
+
+def _describe_passed_mask(mask: str) -> str:
+    """Return the mask that layers received, and that their kernel calls had another one."""
+    if mask == "none":
+        return "no mask, but the kernel calls there had one"
+    return f"the mask '{escape_unprintable(mask)}', but the kernel calls there had another one"
 
 
 def _describe_masks(data: PathData) -> list[str]:

@@ -117,7 +117,9 @@ def test_a_finding_has_its_severity_and_place_in_a_row(seen: TraceSummary) -> No
     cells = [re.sub("<[^>]*>", "|", row) for row in rows]
     assert re.findall(r"[^|]+", cells[0]) == ["severity", "where", "finding"]
     assert re.findall(r"[^|]+", cells[1])[:2] == ["error", "generation 1, step 3, layer 2, head 0"]
-    assert re.findall(r"[^|]+", cells[2]) == ["warning", "generation 0", "Row 4 sees no key. ", "[rows.empty]"]
+    assert re.findall(r"[^|]+", cells[2]) == [
+        *("warning", "generation 0", "Row 4 sees no key. ", "[rows.empty]")
+    ]
 
 
 def test_without_findings_there_is_no_table(seen: TraceSummary) -> None:

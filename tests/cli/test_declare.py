@@ -73,7 +73,7 @@ def test_borders_that_divide_lists_of_ids_are_described_by_the_lists(
     texts = ["<bos>", *(f"<{n}>" for n in range(1, len(TEXTS)))]
     code, _, err = run(ONE_EARLY, texts=texts, declared={"parts": to_builtins(parts)})
     assert code == 2
-    assert "The first border of the executed mask is 1 token before the beginning of questions[1]" in err
+    assert "The first border of the executed mask is 1 token before the beginning of q" in err
     assert "each other one is as far from the edge of a list of token ids." in err
     assert "--move 1 puts every border 1 token later" in err
 

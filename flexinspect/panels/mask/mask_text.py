@@ -144,7 +144,8 @@ def _describe_segments(data: MaskData) -> list[str]:
     rows += [(f"{row:>2} {names[row]:<{width - 3}}", texts) for row, texts in shares.items()]
     lines = [name + "".join(f"{text:>7}" for text in texts) for name, texts in rows]
     return [
-        "Which segment (row) attends to which (column), as share of past keys (ahead: later ones):",
+        "Which segment (row) attends to which (column): to all of its past keys (open), to none",
+        "(closed), to a share of them (0.11), or also to later keys (ahead); - has no past key:",
         *lines,
     ]
 

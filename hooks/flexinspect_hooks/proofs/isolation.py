@@ -296,6 +296,7 @@ def _isolation_lines(states: HiddenStates, changes: Sequence[ChangedSegment]) ->
         f"isolation under {mask.spec.name} ({declared}): {len(states.points) - 1} layers, "
         f"{states.subject.n_rows} rows; the same ids twice: {same}"
     )
+    yield "  rows that must not attend to the changed segment are the same (kept) or not (MOVED):"
     for one in changes:
         facts = _change_facts(one)
         reads, reads_not = _readers(states.subject, one)

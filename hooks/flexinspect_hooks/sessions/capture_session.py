@@ -639,7 +639,7 @@ class GraphCount:
             kind, text = "compiled" if first else "recompiled", plural(new, "graph")
             sentence = f"torch.compile built {text}"
             if facts.get("of") == [_UNCOMPILED_FLEX]:
-                sentence = f"uncompiled flex_attention built {text}, as it always does"
+                sentence = f"uncompiled flex_attention built {text} for itself (normal)"
             events.append((kind, sentence, {"graphs": new, **facts}))
         if refused > 0:
             text = "torch.compile reached its recompile limit: the function runs uncompiled now"

@@ -421,7 +421,7 @@ def test_segments_as_texts_are_located_and_rows_have_token_texts() -> None:
 def test_a_proof_prints_what_it_did_and_gives_itself_as_json() -> None:
     proof = proved(model_of(), isolated(), mask="segment-isolation")
     assert proof.holds
-    first, second, *_ = str(proof).splitlines()
+    first, _, second, *_ = str(proof).splitlines()
     assert first == (
         "isolation under segment-isolation (declared): 3 layers, 20 rows; "
         "the same ids twice: bit-equal"
