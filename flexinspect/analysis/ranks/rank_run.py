@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from flexinspect.trace.reader import TraceReader, open_trace
 TRACE_SUFFIX = ".flextrace"
 _TIME = re.compile(r"-\d{8}-\d{6}(-\d+)?$")
 """The end of a default name: ranks that start in different seconds have different ones."""
+
+_MAX_LISTED = 5  # traces of single processes that are named at most
 
 STOPPED = "stopped"
 """The state of a trace whose process has gone without finishing it."""
@@ -99,13 +102,26 @@ def _without_ranks(path: Path, notes: Sequence[str]) -> UsageError:
         opened = f"flexinspect open {command_path(path)} shows what it is."
         return UsageError(what, hint=" ".join(notes) or opened)
     what = f"{path} holds no trace of a rank of a distributed run."
+    if newest := [*islice(_single_traces(path), _MAX_LISTED)]:
+        n = len([*path.glob(f"*{TRACE_SUFFIX}")]) - len(notes)
+        names = ", ".join(one.name for one in newest)
+        listed = f", the newest: {names}" if n > 1 else ""
+        opened = f"flexinspect open {command_path(newest[0])} shows one."
+        found = f"It has {plural(n, 'trace')} of single processes{listed}."
+        return UsageError(what, hint="\n".join([f"{found} {opened}", *notes]))
     if notes:
         return UsageError(what, hint=" ".join(notes))
-    if others := sorted(path.glob(f"*{TRACE_SUFFIX}")):
-        hint = f"It has {plural(len(others), 'trace')} of single processes: "
-        return UsageError(what, hint=f"{hint}flexinspect open {command_path(others[0])} shows one.")
     hint = "Record one: torchrun --nproc-per-node 2 -m flexinspect run script.py"
     return UsageError(what, hint=hint)
+
+
+def _single_traces(folder: Path) -> Iterator[Path]:
+    """Yield the traces of a folder that can be read, the newest first."""
+    files = folder.glob(f"*{TRACE_SUFFIX}")
+    for path in sorted(files, key=lambda file: file.lstat().st_mtime, reverse=True):
+        with suppress(TraceError):
+            open_trace(path).close()
+            yield path
 
 
 def _named(runs: Sequence[RankRun], name: str) -> RankRun:

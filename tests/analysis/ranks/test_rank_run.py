@@ -101,7 +101,18 @@ def test_a_folder_without_ranks_gets_a_sentence_and_a_damaged_trace_is_named(
     with pytest.raises(UsageError, match="holds no trace of a rank") as caught:
         find_run(tmp_path)
     opened = f"flexinspect open {alone} shows one."
-    assert caught.value.hint == f"It has 1 trace of single processes: {opened}"
+    assert caught.value.hint == f"It has 1 trace of single processes. {opened}"
+    newer, damaged = tmp_path / "b.flextrace", tmp_path / "c.flextrace"
+    sample_trace(newer)
+    os.utime(alone, (1, 1))
+    damaged.write_bytes(b"no trace" * 100)
+    with pytest.raises(UsageError) as caught:
+        find_run(tmp_path)
+    first, second = (caught.value.hint or "").splitlines()
+    assert first.startswith("It has 2 traces of single processes, the newest: b.flextrace, alone.f")
+    assert first.endswith(f"flexinspect open {newer} shows one.")
+    assert second.startswith(f"Left out: {damaged}")
+    damaged.unlink()
     with pytest.raises(UsageError, match=r"alone\.flextrace is not the trace of a rank"):
         find_run(alone)
     with pytest.raises(UsageError, match="does not exist"):
