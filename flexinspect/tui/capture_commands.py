@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 POLL_EVERY_S = 0.05
+ANSWER_S = 0.5
+"""How long a command may take before the user is told that it waits."""
 
 
 class CaptureScreen(Protocol):
@@ -50,11 +52,16 @@ class CaptureCommands:
         return await call_in_thread(screen.app, lambda: screen.capture.call(command))
 
     async def _run(self, command: Callable[[ControlClient], CommandResponse]) -> None:
-        """Run a command; its effect is in the header, except that a held model does nothing."""
-        response = await self.call(command)
+        """Run a command; its effect is in the header, except for a held model or one that loads."""
+        # A program that imports torch answers when the import is over, and there is no step to see.
+        call = asyncio.ensure_future(self.call(command))
+        _, late = await asyncio.wait([call], timeout=ANSWER_S)
+        if late:
+            self._screen.app.notify("The run is busy; it does this when it answers.")
+        response = await call
         if response is not None:
             self._screen.capture_status = CaptureStatus(response.status)
-            if response.status.state == "holding":
+            if response.status.state in ("holding", "loading"):
                 self._notify_response(response)
 
     def _notify_response(self, response: CommandResponse) -> None:
@@ -115,8 +122,9 @@ class CaptureCommands:
             process.kill()
         else:
             self._session.interrupt()
-            message = "Stopping after this step; press again to end the run immediately."
-            screen.app.notify(message)
+            is_held = screen.capture_status.state == "holding"
+            what = "Ending the run" if is_held else "Stopping after this step"
+            screen.app.notify(f"{what}; press again to end it immediately.")
         return None
 
     async def _stop_other_process(self) -> None:

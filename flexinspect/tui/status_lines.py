@@ -50,13 +50,16 @@ STAGES = (
 """Stages before the first token of a generation, by the first words of their phases."""
 
 
-def banner_text(status: RunStatus, seconds: int = 0) -> tuple[str, str]:
+def banner_text(status: RunStatus, seconds: int = 0, *, is_paused: bool = False) -> tuple[str, str]:
     """Return the text of the banner and its class: "", "busy" or "bad".
 
-    `seconds` is the duration of the current phase.
+    `seconds` is the duration of the current phase. A capture that is paused does not do what its
+    phase says.
     """
     if status.error_lines:
         return "\n".join((_format_title(status), *status.error_lines, *status.notes)), "bad"
+    if status.live and status.last_step is None and is_paused:
+        return "\n".join(("paused before the first step", *status.notes)), "busy"
     if status.live and status.last_step is None:
         lasted = f" ({seconds} s)" if seconds else ""
         lines = [(escape_unprintable(status.phase) or "waiting") + lasted]
@@ -107,11 +110,11 @@ class StatusBanner(Static):
         self._phase, self._since = "", time.monotonic()
         self._shown_text = ""
 
-    def show_status(self, status: RunStatus) -> None:
+    def show_status(self, status: RunStatus, *, is_paused: bool = False) -> None:
         """Show the banner of a status, or hide it; costs nothing when the text is unchanged."""
         if status.phase != self._phase:
             self._phase, self._since = status.phase, time.monotonic()
-        text, kind = banner_text(status, int(time.monotonic() - self._since))
+        text, kind = banner_text(status, int(time.monotonic() - self._since), is_paused=is_paused)
         if text == self._shown_text:
             return
         self._shown_text = text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,8 @@ from flexinspect.control.messages import (
 from flexinspect.core.errors import ControlError
 from flexinspect.launch.child_process import CaptureState
 from flexinspect.tui.app import InspectorApp
+from flexinspect.tui.capture_commands import CaptureCommands
+from flexinspect.tui.navigation import Navigation
 from flexinspect.tui.screens.breakpoints_screen import BreakpointsScreen, format_breakpoint
 from flexinspect.tui.screens.dialogs import (
     ChoiceDialog,
@@ -179,6 +182,23 @@ async def test_space_pauses_and_continues_and_the_header_shows_it(path: Path) ->
         await pilot.press("space")
         await here.until(lambda: ("continue",) in here.capture.requests)
         await here.until(lambda: "paused" not in screen_lines(app)[0])
+
+
+async def test_a_pause_while_the_run_loads_is_confirmed(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        answered = threading.Event()
+
+        def pause() -> CommandResponse:
+            answered.wait(60)
+            return here.capture._answer("loading, and pausing before the first step")
+
+        here.capture.state, here.capture.pause = "loading", pause  # type: ignore[method-assign]
+        await pilot.press("space")
+        await here.until(lambda: here.shows("The run is busy; it does this when it answers."))
+        answered.set()
+        await here.until(lambda: here.shows("Loading, and pausing before the first step."))
 
 
 async def test_a_requested_pause_shows_the_keys_once_and_changes_the_header(path: Path) -> None:
@@ -528,3 +548,18 @@ async def test_the_answer_of_a_fork_stays_on_the_screen_when_the_run_continues(
         screen.following = True  # without a fork the next answer is followed
         screen.apply_status(replace(more, generations=more.generations))
         assert screen.place.generation == more.generations - 1
+
+
+@pytest.mark.parametrize(
+    ("state", "told"), [("holding", "Ending the run"), ("running", "Stopping after this step")]
+)
+def test_the_end_of_a_held_run_names_no_step(state: str, told: str) -> None:
+    notes: list[str] = []
+    screen: Any = SimpleNamespace(
+        app=SimpleNamespace(notify=notes.append),
+        capture_status=CaptureStatus(StatusResponse(state, StepRef(0, 0, 2), "")),  # type: ignore[arg-type]
+        status=SimpleNamespace(live=True),
+    )
+    session: Any = SimpleNamespace(process=object(), is_stopping=False, interrupt=lambda: None)
+    CaptureCommands(screen, session, Navigation.__new__(Navigation)).stop()
+    assert notes == [f"{told}; press again to end it immediately."]

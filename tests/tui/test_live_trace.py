@@ -268,6 +268,11 @@ def test_loading_has_a_bar_where_it_is_known_how_far_it_is(
     assert banner_text(status, 3) == (text, "busy")
 
 
+def test_the_banner_of_a_run_that_is_paused_before_its_first_step_says_so() -> None:
+    status = RunStatus("recording", phase="running the program")
+    assert banner_text(status, 3, is_paused=True) == ("paused before the first step", "busy")
+
+
 def test_the_banner_says_where_a_program_without_a_step_records() -> None:
     notes = ("The program records itself. To see it: flexinspect open own.flextrace",)
     text, kind = banner_text(RunStatus("recording", phase="running the program", notes=notes))

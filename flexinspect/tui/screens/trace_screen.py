@@ -240,7 +240,7 @@ class TraceScreen(Screen[None]):
             if not self.query(StatusBanner):
                 return  # the interface is closing
             self.poll_trace()
-            self.query_one(StatusBanner).show_status(self.status)
+            self._show_banner(self.status)
 
     def poll_trace(self) -> None:
         """Show what has changed in the trace since the last poll."""
@@ -261,7 +261,7 @@ class TraceScreen(Screen[None]):
         """Show a new status, and go to the newest step while following."""
         moved_on = status.generations - 1 > self.place.generation
         self.status = status
-        self.query_one(StatusBanner).show_status(status)
+        self._show_banner(status)
         messages = self._session.debugger_messages
         while messages:  # such as where to attach
             self.notify(escape_unprintable(messages.popleft()), timeout=15)
@@ -279,6 +279,10 @@ class TraceScreen(Screen[None]):
             self.review_once()
         elif self.capture_status.state == "holding":
             self.review_once(status.generations)
+
+    def _show_banner(self, status: RunStatus) -> None:
+        is_paused = self.capture_status.state == "paused"
+        self.query_one(StatusBanner).show_status(status, is_paused=is_paused)
 
     def _start_at(self, place: TracePlace) -> None:
         """Go to the requested place, or to the nearest one in the trace."""
