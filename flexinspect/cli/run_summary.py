@@ -147,9 +147,11 @@ def print_summary(
 def _next_lines(trace: Path, summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield commands that help now, with what each is for; the first opens the trace."""
     path, findings = command_path(trace), summary["findings"]
+    has_step = any(one["tokens"] or one.get("is_training") for one in summary["generations"])
     if not summary["generations"] and (own := summary.get("own_traces")):
-        path = own[-1]  # this trace has no steps, and that of the program has
-    steps = [(f"flexinspect open {path}", "step through it")]
+        path, has_step = own[-1], True  # this trace has no steps, and that of the program has
+    what_for = "step through it" if has_step else "what was recorded: no step"
+    steps = [(f"flexinspect open {path}", what_for)]
     if findings:
         steps.append((f"flexinspect explain {findings[0].id}", "the first finding, and its fix"))
     if summary["generations"]:

@@ -81,6 +81,15 @@ def test_a_large_cost_says_of_what_it_is_a_share(tmp_path: Path, ratio: float, w
     assert f"{words}\n" in result.getvalue()
 
 
+def test_a_trace_without_a_step_is_not_offered_to_step_through(tmp_path: Path) -> None:
+    summary = summarize_run(write(tmp_path / "a.flextrace", np.tri(4, dtype=bool), list("abcd")))
+    whole, empty = StringIO(), StringIO()
+    print_summary(summary, Console(file=whole, width=200))
+    print_summary({**summary, "generations": []}, Console(file=empty, width=200))
+    assert "# step through it\n" in whole.getvalue()
+    assert "# what was recorded: no step\n" in empty.getvalue()
+
+
 class Stuck(Capture):
     """A capture process that ends only when it is killed."""
 
