@@ -265,8 +265,8 @@ def test_a_summary_says_which_sequences_were_not_judged() -> None:
     )
     assert summarize_verdicts([judged, none, none, partly]) == (
         f"4 steps of 2 sequences {begins} Generation 0, batch row 2 was judged only in part, and "
-        "not: the end. 2 sequences were not judged, the first one is generation 0, batch row 1: the trace "
-        "has the masks of batch row 0 only (flexinspect audit TRACE lists all)."
+        "not: the end. 2 sequences were not judged, the first one is generation 0, batch row 1: "
+        "the trace has the masks of batch row 0 only (flexinspect audit TRACE lists all)."
     )
     found = Divergence(0, (LOGITS, None), 0, 1.0, 0.1)
     assert summarize_verdicts([judged, replace(judged, divergence=found)]).endswith(
