@@ -120,7 +120,7 @@ BAD = {
     ),
     "overlap": (
         "[[segments]]\nstart = 1\nstop = 4\nlabel = 'a'\n[[segments]]\nstart = 3\nstop = 9",
-        "segments has 'a' and 'span 3-9', which overlap at position 3.",
+        "segments has 'a' and 'span 3-8', which overlap at position 3.",
     ),
 }
 

@@ -266,7 +266,7 @@ def test_text_before_the_segments_that_all_see_is_a_segment_of_its_own() -> None
     finding = one(look(cells), INFERRED)
     assert finding.evidence["borders"] == [4, SECOND, THIRD]
     assert finding.evidence["segments"][0] == {"start": 0, "stop": 4, "text": "What is the"}
-    assert "cuts the prompt into a shared text and " in finding.sentence
+    assert "cuts the prompt into a shared text, 2 segments and a cue: " in finding.sentence
 
 
 def test_scripts_without_spaces_have_no_borders_inside_words() -> None:
@@ -345,7 +345,8 @@ def test_a_run_of_a_model_without_a_declaration_is_reported_once(tmp_path: Path)
         finding = one(found, INFERRED)
         assert finding.evidence["borders"] == [1, 7, 12, 20]
         assert finding.sentence.startswith(
-            "In all 3 layers the executed mask cuts the prompt into 5 segments: 0-0, 1-6, 7-11 and "
+            "In all 3 layers the executed mask cuts the prompt into 1 first token, 3 segments and "
+            "a cue: 0-0, 1-6, 7-11 and "
         )
         declared = planted(
             tmp_path, model, lambda: MODEL_RUN(model), name="declared", segments=SEGMENTS

@@ -110,11 +110,8 @@ class DecodeSegmentRule(Rule):
                 if self._is_first(layers[0], like)
                 else "."
             )
-            evidence = {
-                "like": like,
-                "missed": _Span(like + 1, newest)._asdict(),
-                "n_missed": n_more,
-            }
+            missed = _Span(like + 1, newest)._asdict()
+            evidence = {"like": like, "missed": missed, "n_missed": n_more}
             yield self.finding(step, OTHER_SEGMENT, sentence, layers, evidence, positions=(newest,))
 
     def _is_first(self, layer: int, like: int) -> bool:

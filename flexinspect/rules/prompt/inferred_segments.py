@@ -347,11 +347,17 @@ class InferredSegmentsRule(Rule):
         if not apart:
             self._parts.setdefault(borders, plural(len(spans), "segment"))
             return
-        has_text = first_text_position(self._prompt) < spans[0][1]
-        before = ["a shared text" if has_text else "a beginning without text"] * apart.start
+        before = [self._describe_beginning(spans[0])] * apart.start
         after = ["a cue"] if apart.stop < len(spans) else []
         parts = join_labels([*before, plural(len(apart), "segment"), *after])
         self._parts.setdefault(borders, parts)
+
+    def _describe_beginning(self, span: Span) -> str:
+        """Return what a first span is that belongs to no segment."""
+        if first_text_position(self._prompt) < span[1]:
+            return "a shared text"
+        is_bos = self._prompt.has_bos and not self._prompt.n_pads
+        return "the BOS" if is_bos else plural(span[1] - span[0], "first token")
 
     def _are_between_segments(self, mask: MaskRecord, borders: Borders) -> bool:
         """Whether a border is where no declared segment begins, and nothing else reports it."""
