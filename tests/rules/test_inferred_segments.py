@@ -172,9 +172,18 @@ def test_borders_counted_without_the_bos_are_one_token_before_the_lines() -> Non
         "In all 2 layers the executed mask cuts the prompt into 2 segments and a cue. "
         f"{GUESS}"
     )
-    assert (finding.evidence["shift"], finding.severity) == (1, Severity.WARNING)
+    assert finding.evidence["shift"] == 1
     assert "flexinspect declare TRACE --move 1 (D" in finding.fix
     assert finding.positions == (SECOND - 1, THIRD - 1)
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_it_is_a_warning_unless_the_mask_counts_the_bos(*, is_open: bool) -> None:
+    """Where all segments see the BOS, a line break may be meant to begin a segment."""
+    cells = blocks([SECOND - 1, THIRD - 1], reader=THIRD - 1)
+    cells[SECOND - 1 : THIRD - 1, 0] = is_open
+    severity = one(look(cells), SUSPECT).severity
+    assert severity is (Severity.NOTE if is_open else Severity.WARNING)
 
 
 @pytest.mark.parametrize("n", [-3, -2, -1, 2, 3])
@@ -345,8 +354,8 @@ def test_a_run_of_a_model_without_a_declaration_is_reported_once(tmp_path: Path)
         finding = one(found, INFERRED)
         assert finding.evidence["borders"] == [1, 7, 12, 20]
         assert finding.sentence.startswith(
-            "In all 3 layers the executed mask cuts the prompt into 1 first token, 3 segments and "
-            "a cue: 0-0, 1-6, 7-11 and "
+            "In all 3 layers the executed mask cuts the prompt into the first token, 3 segments "
+            "and a cue: 0-0, 1-6, 7-11 and "
         )
         declared = planted(
             tmp_path, model, lambda: MODEL_RUN(model), name="declared", segments=SEGMENTS

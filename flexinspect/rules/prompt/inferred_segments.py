@@ -315,6 +315,7 @@ class InferredSegmentsRule(Rule):
         self._is_active = not is_declared and bool(self._prompt.tokens)
         self._has_segments = bool(self._prompt.pieces or self._prompt.paraphrases)
         self._parts: dict[Borders, str] = {}  # what borders cut a prompt into
+        self._open_bos: set[Borders] = set()  # those behind which rows see the BOS
 
     def on_step(self, step: StepRecord) -> Findings:
         """Check the masks of a step with several rows."""
@@ -331,6 +332,7 @@ class InferredSegmentsRule(Rule):
             for borders, head in find_segment_borders(mask, self._prompt).items():
                 if mask.cells is not None:
                     self._count_segments(borders, mask.cells[head])
+                    self._note_open_bos(borders, mask.cells[head])
                 if parallel is not None and mask.cells is not None:
                     seen.setdefault(borders, parallel.under(mask.cells[head]))
                 if not self._has_segments or self._are_between_segments(mask, borders):
@@ -354,10 +356,29 @@ class InferredSegmentsRule(Rule):
 
     def _describe_beginning(self, span: Span) -> str:
         """Return what a first span is that belongs to no segment."""
+        n = span[1] - span[0]
         if first_text_position(self._prompt) < span[1]:
             return "a shared text"
-        is_bos = self._prompt.has_bos and not self._prompt.n_pads
-        return "the BOS" if is_bos else plural(span[1] - span[0], "first token")
+        if self._prompt.has_bos and not self._prompt.n_pads:
+            return "the BOS"
+        return "the first token" if n == 1 else f"the first {n} tokens"
+
+    def _note_open_bos(self, borders: Borders, cells: npt.NDArray[np.bool_]) -> None:
+        """Note borders whose second segment sees the BOS of the first."""
+        start, stop = (*borders, self._prompt.stop)[:2]
+        if self._prompt.has_bos and cells[start:stop, self._prompt.first_unpadded].any():
+            self._open_bos.add(borders)
+
+    def _has_cause(self, segments: InferredSegments) -> bool:
+        """Whether all borders are off by what was not counted: the padding, or the BOS.
+
+        A mask that opens the BOS to all segments does count it; then a line break or a mark before
+        each border may be meant to begin the segment.
+        """
+        shift = segments.shift
+        if not shift or not explain_shift(self._prompt, shift):
+            return False
+        return abs(shift) > 1 or segments.borders not in self._open_bos
 
     def _are_between_segments(self, mask: MaskRecord, borders: Borders) -> bool:
         """Whether a border is where no declared segment begins, and nothing else reports it."""
@@ -394,9 +415,7 @@ class InferredSegmentsRule(Rule):
         odd = (*segments.in_words, *segments.before_breaks) or segments.borders
         if segments.without_border is not None:
             odd = (segments.without_border,)
-        # A distance that the BOS or the padding explains is no choice of where a separator belongs.
-        has_cause = bool(segments.shift and explain_shift(self._prompt, segments.shift))
-        is_certain = segments.is_cut or segments.by_ids or has_cause
+        is_certain = segments.is_cut or segments.by_ids or self._has_cause(segments)
         found = self.finding(
             step,
             SUSPECT if segments.is_suspect else INFERRED,
