@@ -684,11 +684,11 @@ def problem_counts(trace: TraceReader, start: int, stop: int) -> dict[int, tuple
 
 
 def question_text(trace: TraceReader, generation: int, *, limit: int = -1) -> str:
-    """Return the text of the first paraphrase, or without one of the first segment.
+    """Return the text of the first paraphrase, or without one of the first segment with text.
 
-    It has at most `limit` tokens (-1: all).
+    It has at most `limit` tokens (-1: all). Padding is no text.
     """
-    segments = trace.segments(generation)
+    segments = [one for one in trace.segments(generation) if one.label != "padding"]
     first = min(segments, key=lambda s: s.kind is not SegmentKind.PARAPHRASE, default=None)
     if first is None:
         return ""
