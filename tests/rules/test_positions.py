@@ -76,6 +76,22 @@ def test_decode_positions_that_restart_at_0_are_reported_once(tmp_path: Path, le
     assert first.sentence.endswith("9 was expected, and the cache holds 9 keys.")
 
 
+def test_a_new_text_on_the_cache_of_the_one_before_is_named(tmp_path: Path) -> None:
+    model = make_model("llama")
+
+    def run() -> None:
+        cache = DynamicCache(config=model.config)
+        for n, seed in ((9, 3), (7, 4)):
+            model(prompt(n, seed), past_key_values=cache, position_ids=torch.arange(n)[None])
+
+    finding = only(planted(tmp_path, model, run))
+    assert (finding.id, finding.severity) == ("positions.restart", Severity.ERROR)
+    assert finding.sentence.endswith(
+        "9 was expected, and the cache holds 9 keys: a new text seems to begin on the cache of the "
+        "one before."
+    )
+
+
 def test_the_first_decoded_token_at_the_last_prompt_id_is_a_duplicate(tmp_path: Path) -> None:
     model = make_model("qwen2")
 

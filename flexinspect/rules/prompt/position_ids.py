@@ -218,6 +218,8 @@ class PositionsRule(Rule):
                 f"position ids restart at {now} {where}; {expected} was expected, and the cache "
                 f"holds {cached} keys"
             )
+            if now == 0 and step.q_len > 1:
+                words += ": a new text seems to begin on the cache of the one before"
         else:
             counted = ": they count the cached keys, unlike the prompt's ids"
             id_, words = "positions.jump", f"position ids jump from {before} to {now} {where}"
