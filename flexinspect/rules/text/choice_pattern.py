@@ -168,6 +168,10 @@ _PATTERNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
         f"{_kept(data)}. They are as probable as samples are, at least {data['probability']:.2g}: "
         "speculative sampling and typical acceptance keep such tokens, a greedy loop must not."
     ),
+    "last-row": lambda data: (
+        "After rejected proposals the next token is the best one of the last row of the forward, "
+        "which read a rejected proposal, not of the row of the last proposal that was kept."
+    ),
     "late": lambda data: (
         "Each token that was fed is the best one of the step before, not of its own step: the "
         "loop uses logits that are one step old."

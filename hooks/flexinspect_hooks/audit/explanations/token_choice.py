@@ -113,7 +113,7 @@ class ChoiceReader(Struct, frozen=True):
         first = choices[0]
         if wrong == [first] and first.position + 1 == self.comparison.sequence.n_prompt:
             return self._first_choice(first)
-        if found := self._proposals(choices, wrong):
+        if found := self._last_rows(choices, wrong) or self._proposals(choices, wrong):
             return found
         ids = self.comparison.sequence.ids
         texts = {one.step: set(ids[: one.position + 1]) for one in choices}
@@ -232,6 +232,25 @@ class ChoiceReader(Struct, frozen=True):
             if bool((is_padded & is_other).any()):
                 return 0
         return int((padding[step.row].flip(0) != 0).long().argmax())
+
+    def _last_rows(
+        self, choices: Sequence[ChosenToken], wrong: Sequence[ChosenToken]
+    ) -> dict[str, Any] | None:
+        """Find tokens that were taken from the last row of a forward whose proposals were rejected.
+
+        The one that replaces a rejected proposal is that of the last row which was kept.
+        """
+        best_of_last: dict[tuple[int, int], int] = {}
+        for step in self.comparison.sequence.steps[1:]:
+            evidence = step.evidence
+            kept = evidence.values.get((LOGITS, None))
+            is_rejected = int(step.kept[-1]) < evidence.q_len - 1
+            if kept is not None and is_rejected and not step.row and evidence.logit_ids is None:
+                best_of_last[evidence.generation, evidence.step] = int(kept[0, -1].argmax())
+        taken = [one for one in wrong if best_of_last.get((one.generation, one.step)) == one.token]
+        if len(taken) < 2 or len(taken) * 2 < len(wrong):
+            return None
+        return _counted(choices, taken) | {"pattern": "last-row"}
 
     def _proposals(
         self, choices: Sequence[ChosenToken], wrong: Sequence[ChosenToken]

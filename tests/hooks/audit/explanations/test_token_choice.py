@@ -223,6 +223,35 @@ def test_one_of_the_best_tokens_that_is_also_the_best_one_after_the_padding_is_a
     assert "It may be a sample; a greedy loop uses the wrong column" in findings[0].sentence
 
 
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_a_correction_from_the_row_of_a_rejected_proposal_is_named(
+    audit: Audit, *, is_broken: bool
+) -> None:
+    model = make_model("llama")
+    draft = copy.deepcopy(model)
+
+    def program() -> None:
+        text = torch.tensor([ids(10, 3)])
+        past = model(text[:, :-1], use_cache=True).past_key_values
+        for turn in range(6):
+            fed = text
+            for at in range(3):
+                ranked = draft(fed).logits[:, -1].topk(2).indices
+                fed = torch.cat((fed, ranked[:, [int(at == turn % 3)]]), 1)
+            rows = fed[:, text.shape[1] - 1 :]
+            chosen = model(rows, past_key_values=past, use_cache=True).logits.argmax(-1)
+            n_kept = turn % 3  # of the proposals, the next one is the second best
+            past.crop(n_kept - 3)
+            newest = chosen[:, -1:] if is_broken else chosen[:, n_kept : n_kept + 1]
+            text = torch.cat((text, rows[:, 1 : n_kept + 1], newest), 1)
+
+    _, findings, _ = audit(model, program)
+    assert [one.severity for one in findings] == ([Severity.WARNING] if is_broken else [])
+    for one in findings:
+        assert one.id == "audit.choice"
+        assert "the best one of the last row of the forward" in one.sentence
+
+
 @pytest.mark.parametrize(
     ("sharpness", "severity"), [(1.0, Severity.NOTE), (300.0, Severity.WARNING)]
 )
