@@ -42,7 +42,7 @@ async def test_the_card_shows_the_finding_its_fix_and_the_cells_around_it(tmp_pa
     path = write(tmp_path / "run.flextrace", ONE_EARLY)
     async with InspectorApp(path).run_test(size=(120, 40)) as pilot:
         lines = await reviewed(pilot, "1 token early", "i reads on", "·")
-        assert lines[0].startswith("▲ ")
+        assert lines[0].startswith("● ")
         assert any("Fix: " in line for line in lines)
         assert "i reads on" in lines[-1]
         assert "D declares the mask" in lines[-1]
