@@ -123,6 +123,11 @@ def format_numbers(what: str, numbers: Sequence[int]) -> str:
     return f"{what}{'' if len(numbers) == 1 else 's'} {format_ranges(numbers)}"
 
 
+def format_ids(ids: Sequence[int]) -> str:
+    """Return `id 3` or `ids 7, 2`: token ids, in the order of the text."""
+    return f"{'id' if len(ids) == 1 else 'ids'} {', '.join(map(str, ids))}"
+
+
 def format_layers(which: Sequence[int], n_layers: int) -> str:
     """Return `layer 3`, `layers 0-2, 5`, or `all 8 layers` when the model has `n_layers`."""
     if len(which) == n_layers > 1:

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 POLL_EVERY_S = 0.05
 ANSWER_S = 0.5
-"""How long a command may take before the user is told that it waits."""
+"""Seconds after which a notification says that a command has no answer yet."""
 
 
 class CaptureScreen(Protocol):
@@ -53,11 +53,11 @@ class CaptureCommands:
 
     async def _run(self, command: Callable[[ControlClient], CommandResponse]) -> None:
         """Run a command; its effect is in the header, except for a held model or one that loads."""
-        # A program that imports torch answers when the import is over, and there is no step to see.
+        # While a program imports torch it does not answer, and the header shows no step.
         call = asyncio.ensure_future(self.call(command))
         _, late = await asyncio.wait([call], timeout=ANSWER_S)
         if late:
-            self._screen.app.notify("The run is busy; it does this when it answers.")
+            self._screen.app.notify("The run is busy. It will run the command when it is ready.")
         response = await call
         if response is not None:
             self._screen.capture_status = CaptureStatus(response.status)

@@ -196,7 +196,9 @@ async def test_a_pause_while_the_run_loads_is_confirmed(path: Path) -> None:
 
         here.capture.state, here.capture.pause = "loading", pause  # type: ignore[method-assign]
         await pilot.press("space")
-        await here.until(lambda: here.shows("The run is busy; it does this when it answers."))
+        await here.until(
+            lambda: here.shows("The run is busy. It will run the command when it is ready.")
+        )
         answered.set()
         await here.until(lambda: here.shows("Loading, and pausing before the first step."))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from flexinspect.core.text import printable
+from flexinspect.core.text import format_ids, printable
 from flexinspect.records import imported
 from flexinspect.records.prompt import declared_tokenizer
 from flexinspect.records.step import StepRecord, TokenRecord
@@ -46,7 +46,7 @@ class OpenTurnRule(Rule):
         ended = printable("".join(token.token for token in last))
         sentence = (
             f'The prompt ends with "{ended}", which ends a turn of the chat, and the answer '
-            f"follows at once: the chat template begins an answer with {_format_ids(start)}, which "
+            f"follows at once: the chat template begins an answer with {format_ids(start)}, which "
             "it adds with add_generation_prompt=True."
         )
         evidence = {"turn_end": [t.token_id for t in last], "answer_start": list(start)}
@@ -54,7 +54,3 @@ class OpenTurnRule(Rule):
         return self.finding(
             None, NO_ANSWER_HEADER, sentence, evidence=evidence, positions=positions
         )
-
-
-def _format_ids(ids: Sequence[int]) -> str:
-    return ("id " if len(ids) == 1 else "ids ") + ", ".join(map(str, ids))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flexinspect.core.text import plural, printable
+from flexinspect.core.text import format_ids, plural, printable
 from flexinspect.records import imported
 from flexinspect.records.finding import Severity
 from flexinspect.records.prompt import declared_tokenizer
@@ -130,7 +130,7 @@ class GenerateOptionsRule(Rule):
         if told is None:
             why = "the loop of the program does not end there"
         elif stops:
-            why = f"generate was told to end at {_format_ids(stops)}, not at {eos.token_id}"
+            why = f"generate was told to end at {format_ids(stops)}, not at {eos.token_id}"
         else:
             why = "generate was told no eos_token_id"
         sentence = (
@@ -152,10 +152,6 @@ def as_sequences(value: Any) -> list[tuple[int, ...]]:
     """Return the sequences of ids of an option; [] for None and for other forms."""
     rows = value if isinstance(value, list | tuple) else ()
     return [tuple(one) for one in rows if isinstance(one, list | tuple)]
-
-
-def _format_ids(ids: Sequence[int]) -> str:
-    return ("id " if len(ids) == 1 else "ids ") + ", ".join(map(str, ids))
 
 
 def _new_weights(data: Mapping[str, Any]) -> str:
