@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 from support import mask_trace
 from support.attention_trace import SyntheticGeneration, write
-from support.browser import CHROMIUM, Page, open_browser
+from support.browser import CHROMIUM, Browser, Page
 from support.earlier_traces import unpack
 from support.png import read_png
 from support.poisoned_traces import poisoned_copies
@@ -33,10 +33,18 @@ ZOOM = "Number(document.getElementById('mask-canvas').dataset.zoom)"
 CANVAS = "document.getElementById('mask-canvas')"
 
 
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """Chromium, for all tests of this file."""
+    started = Browser(tmp_path_factory.mktemp("chromium"))
+    yield started
+    started.end()
+
+
 @pytest.fixture
-async def page(tmp_path: Path) -> AsyncIterator[Page]:
+async def page(browser: Browser) -> AsyncIterator[Page]:
     """A page; it must have asked for nothing but files, and logged no problem."""
-    async with open_browser(tmp_path) as opened:
+    async with browser.page(Page) as opened:
         still = {"name": "prefers-reduced-motion", "value": "reduce"}
         await opened.call("Emulation.setEmulatedMedia", features=[still])
         yield opened

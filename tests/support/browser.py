@@ -136,34 +136,59 @@ class Page:
 P = TypeVar("P", bound=Page)
 
 
+class Browser:
+    """A running Chromium, whose pages share nothing; `address` is that of its DevTools server."""
+
+    def __init__(self, folder: Path, width: int = 1280, height: int = 900) -> None:
+        """Start it with its profile in `folder`."""
+        assert CHROMIUM is not None
+        profile = f"--user-data-dir={folder / 'profile'}"
+        command = [CHROMIUM, *FLAGS, profile, f"--window-size={width},{height}", "about:blank"]
+        self._process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert self._process.stderr is not None
+        found = None
+        while found is None:
+            line = self._process.stderr.readline()
+            assert line, "Chromium ended"
+            found = re.search(r"DevTools listening on ws://127.0.0.1:(\d+)/", line)
+        self.address = f"127.0.0.1:{found[1]}"
+
+    def end(self) -> None:
+        """End it at once."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    @asynccontextmanager
+    async def page(self, page_type: type[P]) -> AsyncIterator[P]:
+        """Yield an empty page without cookies or storage of other pages; close it afterwards."""
+        import aiohttp
+
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"http://{self.address}/json/version") as answer:
+                url = (await answer.json())["webSocketDebuggerUrl"]
+            async with session.ws_connect(url) as socket:
+                browser = Page(socket)
+                context = await browser.call("Target.createBrowserContext", disposeOnDetach=True)
+                target = await browser.call("Target.createTarget", url="about:blank", **context)
+                url = f"ws://{self.address}/devtools/page/{target['targetId']}"
+                async with session.ws_connect(url, max_msg_size=0) as one:
+                    page = page_type(one)
+                    for domain in ("Page", "Runtime", "Log", "Network"):
+                        await page.call(f"{domain}.enable")
+                    yield page
+                await browser.call("Target.disposeBrowserContext", **context)
+
+
 @asynccontextmanager
 async def open_browser(
     folder: Path, width: int = 1280, height: int = 900, page_type: type[P] = Page
 ) -> AsyncIterator[P]:
     """Start Chromium with its profile in `folder`, and yield an empty page; end it afterwards."""
-    import aiohttp
-
-    assert CHROMIUM is not None
-    profile = f"--user-data-dir={folder / 'profile'}"
-    command = [CHROMIUM, *FLAGS, profile, f"--window-size={width},{height}", "about:blank"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    browser = await asyncio.to_thread(Browser, folder, width, height)
     try:
-        assert process.stderr is not None
-        loop = asyncio.get_running_loop()
-        line = ""
-        async with asyncio.timeout(PATIENCE_S):
-            while "DevTools listening on" not in line:
-                line = await loop.run_in_executor(None, process.stderr.readline)
-        found = re.search(r":(\d+)/", line)
-        assert found is not None
-        async with aiohttp.ClientSession() as session:
-            async with session.get(f"http://127.0.0.1:{found[1]}/json") as answer:
-                pages = [page for page in await answer.json() if page["type"] == "page"]
-            async with session.ws_connect(pages[0]["webSocketDebuggerUrl"], max_msg_size=0) as one:
-                page = page_type(one)
-                for domain in ("Page", "Runtime", "Log", "Network"):
-                    await page.call(f"{domain}.enable")
-                yield page
+        async with browser.page(page_type) as page:
+            yield page
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        await asyncio.to_thread(browser.end)
