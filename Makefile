@@ -29,8 +29,13 @@ demo: setup ## answer two questions with the shipped model and step through what
 # process has one thread of torch, which does not spin while it waits; tests that need more threads
 # set them. Bytecode is written even if the environment forbids it: the suite starts hundreds of
 # processes, and each would compile the sources again.
+#
+# Temporary files are kept in memory where 2 GiB are free for them, because a trace is flushed
+# to the disk several times, which takes 50 ms where a disk needs 5 ms for it.
+IN_MEMORY := $(shell df -Pm /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 >= 2048 { print "PYTEST_DEBUG_TEMPROOT=" $$6 }')
+
 test: setup ## run the test suite
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
+	$(IN_MEMORY) PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
 		$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-fast: setup ## run the quick tests that load no torch and start no process
