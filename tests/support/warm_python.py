@@ -272,6 +272,7 @@ def serve() -> None:
     for name in (*IMPORTS, *(place.partition(":")[0] for place in built_in)):
         importlib.import_module(name)
     _trace_attention()
+    _search_modules()
     gc.collect()
     gc.freeze()  # the processes need not search what they were forked with
     woken, wake = socket.socketpair()
@@ -316,6 +317,18 @@ def _trace_attention() -> None:
         warnings.simplefilter("ignore")
         flex_attention(row, row, row, block_mask=mask)
     torch._dynamo.reset()
+
+
+def _search_modules() -> None:
+    """Search the modules for references to SDPA, so that forked processes need not.
+
+    They would copy the memory of each value that they look at.
+    """
+    import torch
+
+    from flexinspect_hooks.observers.attention import kernel_calls
+
+    kernel_calls._rebind(torch.nn.functional.scaled_dot_product_attention)()
 
 
 def _accept(listener: socket.socket, waiting: dict[int, socket.socket]) -> None:

@@ -20,6 +20,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface
+from transformers.models.llama import modeling_llama
 
 import flexinspect
 from flexinspect.records.step import CallRecord
@@ -473,6 +474,38 @@ def test_a_name_that_a_program_gives_to_sdpa_between_two_blocks_is_observed(
     assert module.attend is functional.scaled_dot_product_attention is not original
     restore()
     assert module.attend is functional.scaled_dot_product_attention is original
+
+
+def test_a_name_that_an_installed_package_gets_between_two_blocks_is_observed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = functional.scaled_dot_product_attention
+    kernel_calls._rebind(original)()
+    monkeypatch.setattr(modeling_llama, "attend", original, raising=False)
+    restore = kernel_calls._rebind(original)
+    assert modeling_llama.attend is functional.scaled_dot_product_attention is not original
+    restore()
+    assert modeling_llama.attend is functional.scaled_dot_product_attention is original
+
+
+def test_modules_of_python_and_of_installed_packages_are_searched_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel_calls._rebind(functional.scaled_dot_product_attention)()
+    searched = {
+        name: kernel_calls._is_library(name)
+        for name in ("json", "torch", "transformers", "flexinspect_hooks", "__main__")
+    }
+    assert searched == {
+        "json": True,
+        "torch": True,
+        "transformers": True,
+        "flexinspect_hooks": False,
+        "__main__": False,
+    }
+    assert "transformers.models.llama.modeling_llama" in kernel_calls._without_reference
+    assert "torch.nn.functional" not in kernel_calls._without_reference
+    assert not any(name.startswith("flexinspect") for name in kernel_calls._without_reference)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
