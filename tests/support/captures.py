@@ -35,7 +35,13 @@ def capture(
         file = out.with_suffix(".toml")
         file.write_text(declare, encoding="utf-8")
         declaration = read_declaration(file)
-    job = ScriptJob(out=str(out), program=str(script), declaration=declaration, args=args)
+    job = ScriptJob(
+        out=str(out),
+        program=str(script),
+        declaration=declaration,
+        args=args,
+        audit_seconds=600.0,  # on a busy machine 10 s may not be enough
+    )
     file = out.with_suffix(".json")
     file.write_text(job.to_json(), encoding="utf-8")
     return run_warm(["-m", "support.captures", str(file)])
