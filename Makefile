@@ -30,8 +30,8 @@ demo: setup ## answer two questions with the shipped model and step through what
 # set them. Bytecode is written even if the environment forbids it: the suite starts hundreds of
 # processes, and each would compile the sources again.
 #
-# Temporary files are kept in memory where 2 GiB are free for them, because a trace is flushed
-# to the disk several times, which takes 50 ms where a disk needs 5 ms for it.
+# Temporary files are kept in memory where 2 GiB are free for them: a trace is flushed several times,
+# so where a disk needs 4 ms to flush, a small trace takes 45 ms there, and 2 ms in memory.
 IN_MEMORY := $(shell df -Pm /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 >= 2048 { print "PYTEST_DEBUG_TEMPROOT=" $$6 }')
 
 test: setup ## run the test suite
