@@ -62,6 +62,8 @@ class FindingCommands:
         if row is None:
             self._screen.app.notify("There is no finding in this trace.")
             return
+        if row == self.last:
+            self._screen.app.notify("There is no other finding in this trace.")
         self.last = row
         self._show_finding(row.finding)
 

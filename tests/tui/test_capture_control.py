@@ -327,7 +327,8 @@ def test_a_loading_run_differs_from_one_that_takes_no_commands() -> None:
         CaptureClient(feed).client()
 
 
-async def test_breakpoints_are_set_switched_and_removed(path: Path) -> None:
+@pytest.mark.parametrize("to_list", ["down", "tab"])
+async def test_breakpoints_are_set_switched_and_removed(path: Path, to_list: str) -> None:
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
@@ -336,8 +337,7 @@ async def test_breakpoints_are_set_switched_and_removed(path: Path) -> None:
         await pilot.press(*"step == 12", "enter")
         await here.until(lambda: here.capture.stored)
         await here.until(lambda: "● 1  step == 12" in screen_text(app))
-        app.screen.query_one("OptionList").focus()
-        await pilot.press("down", "enter")
+        await pilot.press(to_list, "enter")
         await here.until(lambda: "○ 1  step == 12" in screen_text(app))
         await pilot.press("x")
         await here.until(lambda: not here.capture.stored)

@@ -60,6 +60,23 @@ async def test_going_to_a_finding_brings_the_panel_that_shows_it(tmp_path: Path)
         assert "findings" in names
 
 
+async def test_n_at_the_only_finding_says_that_there_is_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "run.flextrace"
+    with TraceWriter.create(path, RUN) as writer:
+        writer.begin_generation(sample_generation(0))
+        writer.write_step(sample_step(0))
+        writer.write_findings([Finding("mask.leak", Severity.ERROR, "A leak.", step=0)])
+        writer.end_generation(GenerationEnd(0, "finished", "", SEGMENTS, "eos"))
+    app = InspectorApp(path)
+    async with app.run_test(size=SMALL) as pilot:
+        await settle(pilot)
+        await press(pilot, "n")
+        only = "There is no other finding in this trace."
+        assert only not in [text for _, text in app.messages()]
+        await press(pilot, "n")
+        assert app.messages()[0][1] == only
+
+
 @pytest.mark.parametrize("key", ["n", "N"])
 async def test_the_first_finding_to_go_to_is_the_worst_even_if_typed_ahead(
     key: str, tmp_path: Path

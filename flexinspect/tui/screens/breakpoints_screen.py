@@ -46,17 +46,20 @@ class ConditionSuggester(Suggester):
 
 
 class ConditionInput(Input):
-    """An input for a condition, in which tab accepts the completion."""
+    """An input for a condition, in which tab accepts the completion and down leads to the list."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("tab", "cursor_right_or_next", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("tab", "cursor_right_or_next", show=False),
+        Binding("down", "screen.focus_list", show=False),
+    ]
 
-    def action_cursor_right_or_next(self) -> None:
+    async def action_cursor_right_or_next(self) -> None:
         """Accept the completion if there is one, else focus the list."""
         if self._suggestion and self._suggestion != self.value:
             self.value = self._suggestion
             self.cursor_position = len(self.value)
         else:
-            self.screen.focus_next()
+            await self.run_action("screen.focus_list")
 
 
 class BreakpointsScreen(ModalScreen[None]):
@@ -120,6 +123,14 @@ class BreakpointsScreen(ModalScreen[None]):
         switch = not one.is_enabled
         await self._call_capture(lambda client: client.enable_breakpoint(one.id, switch))
         await self._reload()
+
+    def action_focus_list(self) -> None:
+        """Go from the condition to the list, if there is any breakpoint."""
+        options = self.query_one(OptionList)
+        if self._breakpoints:
+            options.focus()
+            if options.highlighted is None:
+                options.highlighted = 0
 
     async def action_remove(self) -> None:
         at = self.query_one(OptionList).highlighted
