@@ -280,6 +280,8 @@ def _cache_proof(
     dtype = str(next(subject.model.parameters()).dtype).removeprefix("torch.")
     steps, recomputes = plural(len(done), "step"), plural(n_recomputes, "full recompute")
     lines = [f"cache check: {steps}, {len(numbers)} layers, {dtype}, {recomputes}"]
+    if len(done) > _MAX_STEP_LINES:
+        lines[0] += f"; the {_MAX_STEP_LINES} steps that differ most:"
     by_ratio = sorted(done, key=lambda check: -float((check.differences / check.limits).max()))
     for check in sorted(by_ratio[:_MAX_STEP_LINES], key=lambda check: check.step):
         worst = int(np.argmax(check.differences / check.limits))
