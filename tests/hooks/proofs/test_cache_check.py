@@ -74,6 +74,14 @@ def test_greedy_steps_of_a_family_differ_by_rounding_alone(
     assert "2 full recomputes" in proof.lines[0]
 
 
+def test_of_many_steps_the_lines_are_those_that_differ_most() -> None:
+    input_ids = torch.tensor([ids(9, 2)])
+    proof = flexinspect.prove("cache", model_of(), input_ids, new_tokens=14)
+    assert len(proof.facts["steps"]) == 14
+    assert proof.lines[0].endswith("full recomputes; the 12 steps that differ most:")
+    assert sum(line.startswith("  step ") for line in proof.lines) == 12
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_generate_with_any_cache_can_be_the_run(kind: str) -> None:
     model = model_of()
