@@ -488,15 +488,13 @@ def test_a_name_that_an_installed_package_gets_between_two_blocks_is_observed(
     assert modeling_llama.attend is functional.scaled_dot_product_attention is original
 
 
-def test_modules_of_python_and_of_installed_packages_are_searched_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_modules_of_python_and_of_installed_packages_are_searched_once() -> None:
     kernel_calls._rebind(functional.scaled_dot_product_attention)()
-    searched = {
+    are_libraries = {
         name: kernel_calls._is_library(name)
         for name in ("json", "torch", "transformers", "flexinspect_hooks", "__main__")
     }
-    assert searched == {
+    assert are_libraries == {
         "json": True,
         "torch": True,
         "transformers": True,

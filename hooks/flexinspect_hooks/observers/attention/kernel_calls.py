@@ -333,12 +333,12 @@ def _references(target: object) -> Iterator[tuple[ModuleType, str]]:
     A module of Python or of an installed package that had none before, and has as many variables as
     then, is not searched again: programs replace variables of their own modules, and hardly those.
     """
-    for path, module in [*sys.modules.items()]:
+    for full_name, module in [*sys.modules.items()]:
         # The module that holds torch's own functions keeps them.
         if not isinstance(module, ModuleType) or module is torch._C._nn:
             continue
         variables = vars(module)
-        if _without_reference.get(path) == (id(target), len(variables)):
+        if _without_reference.get(full_name) == (id(target), len(variables)):
             continue
         # 100,000 values are compared in 9 ms like this, and in 15 ms together with their names.
         for value in [*variables.values()]:
@@ -346,13 +346,16 @@ def _references(target: object) -> Iterator[tuple[ModuleType, str]]:
                 yield from ((module, name) for name in _names_of(target, module))
                 break
         else:
-            if _is_library(path.partition(".")[0]):
-                _without_reference[path] = id(target), len(variables)
+            if _is_library(full_name.partition(".")[0]):
+                _without_reference[full_name] = id(target), len(variables)
 
 
 @functools.cache
 def _is_library(package: str) -> bool:
-    """Whether a package, which is imported, belongs to Python or is installed (not as editable)."""
+    """Whether an imported package belongs to Python or is installed, but not as editable.
+
+    torch is a library also where it was built from source.
+    """
     if package in sys.stdlib_module_names or package == "torch":
         return True
     parts = Path(str(getattr(sys.modules.get(package), "__file__", ""))).parts
